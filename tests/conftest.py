@@ -1,0 +1,55 @@
+"""The strict configuration every test runs under.
+
+Float64, so that results can be compared with their oracles to rounding. No implicit promotion of
+types or of ranks, so that a mixed-up dtype or a forgotten axis is an error. Warnings are errors
+(`pyproject.toml`), and every annotated function of curvax checks its arguments while it is tested.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compiling takes its time, so neither a deadline nor the health check for slowness means anything.
+UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", max_examples=25, **UNHURRIED)
+hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **UNHURRIED)
+hypothesis.settings.register_profile("thorough", max_examples=150, **UNHURRIED)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+pytest.register_assert_rewrite("helpers")
+
+
+@pytest.fixture
+def unchecked():
+    """No run-time checks of annotations: what a user meets who passes a wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Keep memory flat: property tests leave hundreds of compiled programs behind."""
+    yield
+    jax.clear_caches()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what the documentation tests executed, and which examples they did not."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    notes = [
+        note for report in reports for key, note in report.user_properties if key == "documentation"
+    ]
+    if notes:
+        terminalreporter.section("documentation")
+        for note in sorted(notes):
+            terminalreporter.write_line(note)

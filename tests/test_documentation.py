@@ -1,0 +1,100 @@
+"""Every example in the README, the documentation and the docstrings runs, as a user would run it.
+
+That is: in a process of its own, with JAX's default configuration instead of the tests' strict one,
+and with warnings as errors.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import curvax
+
+ROOT = Path(__file__).parents[1]
+EXECUTE = ROOT / "scripts" / "execute_docs.py"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def execute(kind: str, name: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    return subprocess.run(
+        [sys.executable, "-W", "error", EXECUTE, kind, name],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def closing_line(run: subprocess.CompletedProcess[str]) -> str:
+    assert run.returncode == 0, f"\n{run.stdout}\n{run.stderr}"
+    return run.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page_runs(page, tmp_path, record_property):
+    count = closing_line(execute("markdown", str(page), tmp_path))
+    record_property("documentation", f"{page.relative_to(ROOT)}: {count}")
+
+
+def test_docstring_examples_run(tmp_path, record_property):
+    count = closing_line(execute("doctests", "curvax", tmp_path))
+    record_property("documentation", f"docstrings: {count}")
+    assert int(count.split()[0]) > 0
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text().split()
+    public = [
+        name
+        for name, value in vars(curvax).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    ]
+    assert [name for name in public if f"curvax.{name}" not in reference] == []
+
+
+PAGE = """# A page
+
+```python
+x = 1
+```
+
+```bash
+not python
+```
+
+!!! note
+    ```python
+    y = x + 1
+    ```
+
+```python no-run
+launch()
+```
+
+```python
+{last}
+```
+"""
+
+
+def test_blocks_share_a_namespace_and_the_skipped_are_counted(tmp_path):
+    (tmp_path / "page.md").write_text(PAGE.format(last="assert y == 2"))
+    run = execute("markdown", "page.md", tmp_path)
+    assert closing_line(run) == "3 blocks executed, 1 marked no-run (lines 16)"
+
+
+@pytest.mark.parametrize(
+    "last", ["y / 0", "import warnings; warnings.warn('old')", "import jax.numpy as jnp; jnp.foo"]
+)
+def test_a_failing_block_names_its_file_and_line(tmp_path, last):
+    (tmp_path / "page.md").write_text(PAGE.format(last=last))
+    run = execute("markdown", "page.md", tmp_path)
+    assert run.returncode != 0
+    assert 'File "page.md", line 21' in run.stderr
+    assert last in run.stderr

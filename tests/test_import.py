@@ -1,0 +1,26 @@
+"""`import curvax` costs its users the core dependencies and nothing else."""
+
+import json
+import subprocess
+import sys
+
+# JAX and NumPy may load more of themselves; wadler_lindig is jaxtyping's printer.
+CORE = {"curvax", "jax", "jaxlib", "jaxtyping", "numpy", "tqdm", "wadler_lindig"}
+
+PROBE = """
+import json, sys
+import jax, jax.numpy
+before = set(sys.modules)
+import curvax
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_import_brings_in_only_the_core_dependencies():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    packages = {name.partition(".")[0] for name in json.loads(run.stdout)}
+    assert "curvax" in packages
+    assert packages - sys.stdlib_module_names <= CORE
