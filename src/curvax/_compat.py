@@ -1,0 +1,123 @@
+"""The only place that knows which JAX is running.
+
+JAX's internals move with each release. Whatever curvax needs beyond the documented API, or needs
+in different words on different versions, is asked for here and nowhere else; a test holds the
+other modules to that.
+
+Meshes with `Explicit` axes (what `jax.make_mesh` makes by default) put the sharding of an array
+into its type, and then JAX refuses an operation whose result it would have to communicate for.
+`sharding_of`, `unsharded_along`, `filled_like` and `mesh_of` are what loops need to live with that.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+__all__ = [
+    "filled_like",
+    "is_key",
+    "is_tracer",
+    "mesh_of",
+    "sharding_of",
+    "trace",
+    "unsharded_along",
+    "unwrap_keys",
+    "wrap_keys",
+]
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`fun` traced once and for all, for arguments like these: arrays, or their shapes.
+
+    The result is called like `fun`. Unlike a jitted function it is never traced again, also where
+    an argument is of weak type at one time and not at another.
+    """
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def traced(*args: Any) -> Any:
+        leaves = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, leaves)
+
+    return traced
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether `x` stands for a value that is not known yet."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed random keys, which have no numeric dtype."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def unwrap_keys(x: Array) -> Array:
+    """The numbers behind typed random keys, along new last axes; other arrays as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def wrap_keys(x: Array, like: Any) -> Array:
+    """What `unwrap_keys` undid, for an array of the dtype of `like`."""
+    if not is_key(like):
+        return x
+    implementations: list[Any] = []
+    jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
+    return jax.random.wrap_key_data(x, impl=implementations[0])
+
+
+def sharding_of(x: Any) -> NamedSharding | None:
+    """The sharding in the type of `x`, or None where it has none to speak of."""
+    sharding = getattr(_type(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def unsharded_along(x: Array, axis: int) -> Array:
+    """`x` itself, gathered along `axis` if its type says that it is sharded there."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return x
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) -> Array:
+    """An array full of one value, of the type of `x` but for the given shape.
+
+    The type includes the sharding over explicit mesh axes and the manual axes of a `shard_map`
+    over which `x` varies, because a loop's carry must have the type that its body returns.
+    """
+    full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding_of(x))
+    # JAX 0.10 put the set of these axes into a larger object.
+    manual = getattr(_type(x), "manual_axis_type", None)
+    varying = tuple(manual.varying if manual is not None else getattr(_type(x), "vma", None) or ())
+    return lax.pcast(full, varying, to="varying") if varying else full
+
+
+def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
+    """A context in which new arrays can have shardings like those of `arrays`.
+
+    A traced program knows its mesh. Outside of one, arrays over explicit mesh axes bring theirs
+    along in their shardings, but JAX wants it said.
+    """
+    for x in arrays:
+        if is_tracer(x) or sharding_of(x) is None or not jax.sharding.get_abstract_mesh().empty:
+            continue
+        return jax.set_mesh(x.sharding.mesh)
+    return nullcontext()
+
+
+def _type(x: Any) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)

@@ -1,0 +1,216 @@
+"""Accumulators: how the outputs of microbatches become one result.
+
+`AccumulationType` names the four that come with curvax, `Accumulator` is how users write one of
+their own, and either, or any pytree prefix of them, says what to do with the outputs of a
+function. `Reduction` turns that into the reducer that the loop runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum, auto
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax._tree import broadcast_prefix
+from curvax._types import Carry, PyTree, Size
+from curvax.batching._arguments import normal_axis
+from curvax.batching._plan import Chunk, ChunkPlan
+from curvax.batching._reducers import Collect, Mean, Prefix, Reducer, RunningMean, Same, Sum
+
+__all__ = ["AccumulationType", "Accumulator", "Reduction"]
+
+
+class AccumulationType(Enum):
+    """The accumulators that come with curvax.
+
+    Each is exact for microbatches of unequal sizes too: the means are over examples, not over
+    microbatches. Half-precision outputs are accumulated in float32 and returned in their own
+    dtype; integers are summed as by `jnp.sum`.
+    """
+
+    MEAN = auto()
+    """The mean over examples, as a sum that is divided at the end."""
+
+    SUM = auto()
+    """The sum over microbatches; in `micro_vmap` and `micro_grad`, over examples."""
+
+    RUNNING_MEAN = auto()
+    """The mean over examples, kept as a mean throughout: no sum grows with the batch."""
+
+    CONCAT = auto()
+    """All outputs, one row for each example, in the order in which the examples were given."""
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A way of your own to combine the outputs of microbatches.
+
+    Each function gets the part of the outputs for which the accumulator stands, a pytree. The
+    result of a function over microbatches 0, 1, …, M-1 is
+
+        carry = init(shapes of a value)
+        for index in range(M):
+            carry = update(carry, value of microbatch index, index)
+        result = finalize(carry)
+
+    In `micro_vmap` and `micro_grad` a value is `aggregate(per-example values)`, where these have
+    a leading axis of examples.
+
+    Arguments:
+        init: makes the first carry of `jax.ShapeDtypeStruct`s like a value.
+        update: the next carry; it must have the shapes and dtypes of the one before. The index
+            is traced.
+        finalize: makes the result of the last carry.
+        aggregate: reduces per-example values over their leading axis.
+        uneven: whether `update` and `aggregate` are right when microbatches differ in size. A
+            maximum is; a mean of microbatch means is not. If False, a batch that the microbatch
+            size does not divide is refused.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from curvax import Accumulator, micro_vmap
+        >>> largest = Accumulator(
+        ...     init=lambda like: jnp.full(like.shape, -jnp.inf, like.dtype),
+        ...     update=lambda carry, value, index: jnp.maximum(carry, value),
+        ...     finalize=lambda carry: carry,
+        ...     aggregate=lambda values: values.max(axis=0),
+        ...     uneven=True,
+        ... )
+        >>> micro_vmap(jnp.sin, microbatch_size=2, accumulator=largest)(jnp.arange(5.0))
+        Array(0.9092974, dtype=float32)
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], Any]
+    finalize: Callable[[Any], Any]
+    aggregate: Callable[[Any], Any]
+    _: KW_ONLY
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a map asks of its outputs: all that is known before the function has been traced.
+
+    `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
+    along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
+    None that an output has none. `limit` is how many chunks are run, if not all. `where` names
+    the public function in errors.
+    """
+
+    accumulator: PyTree
+    out_axes: PyTree
+    plan: ChunkPlan
+    per_example: bool
+    limit: Size | None
+    where: str
+
+    def reducer(self, outputs: PyTree) -> Reducer:
+        """The reducer for outputs of these shapes."""
+        structure = jax.tree.structure(self.accumulator)
+        try:
+            parts = structure.flatten_up_to(outputs)
+            axes = iter(broadcast_prefix(self.out_axes, outputs))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.where}: the accumulator and out_axes must be pytree prefixes of the "
+                f"outputs, which have the structure {jax.tree.structure(outputs)}: {error}"
+            ) from None
+        reducers = [
+            self._for_part(kind, part, [next(axes) for _ in jax.tree.leaves(part)])
+            for kind, part in zip(jax.tree.leaves(self.accumulator), parts, strict=True)
+        ]
+        return Prefix(structure, reducers)
+
+    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> Reducer:
+        if isinstance(kind, Accumulator):
+            return self._for_user(kind, part)
+        if not isinstance(kind, AccumulationType):
+            raise TypeError(
+                f"{self.where}: an accumulator must be an AccumulationType or an Accumulator, or a "
+                f"pytree of these; got {type(kind).__name__} {kind!r}."
+            )
+        leaves, structure = jax.tree.flatten(part)
+        pairs = zip(leaves, axes, strict=True)
+        return Prefix(structure, [self._for_leaf(kind, like, axis) for like, axis in pairs])
+
+    def _for_leaf(self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any) -> Reducer:
+        if kind is AccumulationType.CONCAT:
+            return self._for_rows(like, axis)
+        if axis is None:
+            raise ValueError(
+                f"{self.where}: out_axes=None says that an output is the same for every example, "
+                f"so {kind} over examples is not asked for; use CONCAT, or an axis."
+            )
+        if kind is AccumulationType.SUM:
+            return Sum(like, self.per_example)
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            raise TypeError(
+                f"{self.where}: {kind} of an output of dtype {like.dtype} has no exact result in "
+                f"that dtype. Return floating-point numbers, or use SUM."
+            )
+        if kind is AccumulationType.MEAN:
+            return Mean(like, self.per_example, self.plan)
+        return RunningMean(like, self.per_example)
+
+    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> Reducer:
+        if axis is None:
+            return Same(like)
+        size = self.plan.runs()[0].size
+        if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
+            raise ValueError(
+                f"{self.where}: CONCAT collects one row for each example, so the function must "
+                f"return arrays whose leading axis is that of the microbatch; for a microbatch of "
+                f"{size} it returned shape {like.shape}. Use SUM, MEAN or RUNNING_MEAN for "
+                f"outputs that belong to the microbatch as a whole."
+            )
+        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}", self.where)
+        return Collect(like, self.plan, axis, all_run=self.limit is None)
+
+    def _for_user(self, accumulator: Accumulator, part: PyTree) -> Reducer:
+        sizes = [run.size for run in self.plan.runs(self.limit)]
+        if len(sizes) > 1 and not accumulator.uneven:
+            raise ValueError(
+                f"{self.where}: {self.plan.length} examples in microbatches of at most "
+                f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), and this "
+                f"Accumulator does not say that it can take that. Choose a microbatch size that "
+                f"divides {self.plan.length}, or construct it with uneven=True if its update and "
+                f"aggregate are right for microbatches of any size."
+            )
+        return _User(accumulator, part, self.per_example, self.where)
+
+
+@dataclass(frozen=True)
+class _User:
+    """The reducer of an `Accumulator`."""
+
+    accumulator: Accumulator
+    like: PyTree
+    per_example: bool
+    where: str
+
+    def init(self) -> Carry:
+        return self.accumulator.init(jax.eval_shape(self._value, self.like))
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        new = self.accumulator.update(carry, self._value(value), chunk.index)
+        before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
+        if before != after:
+            raise TypeError(
+                f"{self.where}: Accumulator.update must return a carry like the one it was given; "
+                f"it was given {before} and returned {after}. Make init return such a carry."
+            )
+        return new
+
+    def finalize(self, carry: Carry, examples: Size) -> PyTree:
+        del examples
+        return self.accumulator.finalize(carry)
+
+    def _value(self, value: PyTree) -> PyTree:
+        return self.accumulator.aggregate(value) if self.per_example else value
+
+
+def _shape_and_dtype(x: Any) -> str:
+    return str(jax.typeof(x).str_short(short_dtypes=True))

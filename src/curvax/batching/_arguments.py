@@ -1,0 +1,238 @@
+"""What a map is called with: which leaves of the arguments are batched, along which axis.
+
+Everything a caller can get wrong about axes and lengths is found here, once, and reported in the
+caller's own words: parameter names and leaf paths, with the sizes that disagree. Past this point
+a map knows a flat list of arrays, an axis for each, and one length.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax._tree import broadcast_prefix, leaf_name
+from curvax._types import Array, Axes, Fun, PyTree
+
+__all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call, with their batched leaves set apart.
+
+    `arrays`, `axes` and `names` describe the batched leaves; `rebuild` puts arrays in their
+    places and returns `(args, kwargs)`. All other leaves stay what the caller passed, arrays or
+    not.
+    """
+
+    arrays: tuple[Array, ...]
+    axes: tuple[int, ...]
+    names: tuple[str, ...]
+    length: int
+    rebuild: Callable[[Sequence[Array]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def call(self, fun: Fun, arrays: Sequence[Array]) -> Any:
+        """`fun` on the call's arguments, with these arrays for the batched leaves."""
+        args, kwargs = self.rebuild(arrays)
+        return fun(*args, **kwargs)
+
+
+def mapped_arguments(
+    fun: Fun, args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Axes, where: str
+) -> Batch:
+    """The batch of a call to a mapped `fun`: `in_axes` as in `jax.vmap`, keywords over axis 0."""
+    if isinstance(in_axes, list):
+        in_axes = tuple(in_axes)
+    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+        raise ValueError(
+            f"{where}: in_axes has {len(in_axes)} entries but the function was called with "
+            f"{len(args)} positional arguments. Give one entry for each, or one axis for all; "
+            f"keyword arguments are always mapped over axis 0."
+        )
+    if not isinstance(in_axes, tuple):
+        in_axes = (in_axes,) * len(args)
+    return _batch(fun, args, kwargs, in_axes, dict.fromkeys(kwargs, 0), where)
+
+
+def batched_arguments(
+    fun: Fun,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    argnames: str | Sequence[str],
+    in_axes: Axes,
+    where: str,
+) -> Batch:
+    """The batch of a call to `fun`, some of whose arguments are batches.
+
+    They are named by `argnums` and `argnames`, however they are passed. `in_axes` is one axis (or
+    prefix) for all of them, or a sequence with an entry for each of `argnums`, then `argnames`.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    if isinstance(in_axes, tuple | list):
+        if len(in_axes) != len(numbers) + len(names):
+            raise ValueError(
+                f"{where}: in_axes has {len(in_axes)} entries for {len(numbers) + len(names)} "
+                f"batch arguments (argnums={argnums!r}, argnames={argnames!r}). Give one entry "
+                f"for each, or one axis for all."
+            )
+        axes = list(in_axes)
+    else:
+        axes = [in_axes] * (len(numbers) + len(names))
+
+    positions = _positions(fun)
+    args_axes: list[Axes] = [None] * len(args)
+    kwargs_axes: dict[str, Axes] = dict.fromkeys(kwargs)
+    for who, axis in zip((*numbers, *names), axes, strict=True):
+        position, keyword = _locate(who, positions, len(args))
+        if position is not None and position < len(args):
+            args_axes[position] = axis
+        elif keyword is not None and keyword in kwargs:
+            kwargs_axes[keyword] = axis
+        elif keyword is None or not _has_default(fun, keyword):
+            label = repr(keyword) if keyword is not None else f"number {who}"
+            raise ValueError(
+                f"{where}: the batch argument {label} is missing: the function was called with "
+                f"{len(args)} positional arguments and the keywords {sorted(kwargs)}."
+            )
+    return _batch(fun, args, kwargs, tuple(args_axes), kwargs_axes, where)
+
+
+def normal_axis(axis: Any, ndim: int, what: str, where: str) -> int:
+    """`axis` counted from the front, for an array with `ndim` axes that errors call `what`."""
+    if isinstance(axis, bool):
+        raise TypeError(f"{where}: the axis of {what} must be an integer or None, got {axis!r}.")
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        raise TypeError(
+            f"{where}: the axis of {what} must be an integer or None, got {axis!r}."
+        ) from None
+    if not -ndim <= number < ndim:
+        raise ValueError(f"{where}: axis {number} is out of range for {what} with {ndim} axes.")
+    return number % ndim
+
+
+def _batch(
+    fun: Fun,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    args_axes: Sequence[Axes],
+    kwargs_axes: Mapping[str, Axes],
+    where: str,
+) -> Batch:
+    names, leaves, axes = [], [], []
+    arguments = [*zip(_names(fun, len(args)), args, args_axes, strict=True)]
+    arguments += [(name, kwargs[name], kwargs_axes[name]) for name in sorted(kwargs)]
+    for name, argument, prefix in arguments:
+        paths = jax.tree_util.tree_leaves_with_path(argument)
+        names += [leaf_name(name, path) for path, _ in paths]
+        leaves += [leaf for _, leaf in paths]
+        axes += _axes_of(argument, prefix, name, where)
+
+    mapped = [i for i, axis in enumerate(axes) if axis is not None]
+    arrays = tuple(_array(leaves[i], names[i], where) for i in mapped)
+    for i, array in zip(mapped, arrays, strict=True):
+        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}", where)
+    lengths = {names[i]: array.shape[axes[i]] for i, array in zip(mapped, arrays, strict=True)}
+    treedef = jax.tree.structure((tuple(args), dict(kwargs)))
+
+    def rebuild(arrays: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        filled = list(leaves)
+        for i, array in zip(mapped, arrays, strict=True):
+            filled[i] = array
+        return jax.tree.unflatten(treedef, filled)
+
+    return Batch(
+        arrays=arrays,
+        axes=tuple(axes[i] for i in mapped),
+        names=tuple(lengths),
+        length=_common_length(lengths, where),
+        rebuild=rebuild,
+    )
+
+
+def _axes_of(argument: PyTree, prefix: Axes, name: str, where: str) -> list[Any]:
+    try:
+        return broadcast_prefix(prefix, argument)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: the axes {prefix!r} given for {name} are not a prefix of its structure "
+            f"{jax.tree.structure(argument)}: {error}"
+        ) from None
+
+
+def _array(leaf: Any, name: str, where: str) -> Array:
+    try:
+        array = jnp.asarray(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{where}: {name} is to be split but is no array: {type(leaf).__name__} {leaf!r}. "
+            f"Set its axis to None to pass it as it is."
+        ) from None
+    if array.ndim == 0:
+        raise ValueError(
+            f"{where}: {name} has no axis to split: it is zero-dimensional. Give it a batch axis, "
+            f"or set its axis to None to pass it whole each time."
+        )
+    return array
+
+
+def _common_length(lengths: Mapping[str, int], where: str) -> int:
+    if not lengths:
+        raise ValueError(
+            f"{where}: there is nothing to map over: no argument has a batched leaf. Pass at least "
+            f"one array whose axis is not None."
+        )
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(
+            f"{where}: all batched arrays must have the same size along their batch axis, "
+            f"but {listed}."
+        )
+    return next(iter(lengths.values()))
+
+
+def _shape(array: Array) -> str:
+    return f"of shape {array.shape}"
+
+
+def _positions(fun: Fun) -> list[inspect.Parameter]:
+    """The parameters of `fun` that can be passed by position, if Python can tell."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _names(fun: Fun, count: int) -> list[str]:
+    known = [p.name for p in _positions(fun)][:count]
+    return known + [f"argument {i}" for i in range(len(known), count)]
+
+
+def _locate(
+    who: int | str, positions: Sequence[inspect.Parameter], num_args: int
+) -> tuple[int | None, str | None]:
+    """The position and the keyword under which a batch argument may have been passed."""
+    if isinstance(who, str):
+        order = [p.name for p in positions]
+        return (order.index(who) if who in order else None), who
+    number = operator.index(who)
+    position = number if number >= 0 else number + max(num_args, len(positions))
+    named = 0 <= position < len(positions)
+    keyword = named and positions[position].kind is not inspect.Parameter.POSITIONAL_ONLY
+    return position, (positions[position].name if keyword else None)
+
+
+def _has_default(fun: Fun, keyword: str) -> bool:
+    try:
+        parameter = inspect.signature(fun).parameters.get(keyword)
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is not parameter.empty

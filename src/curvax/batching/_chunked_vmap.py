@@ -1,0 +1,75 @@
+"""`chunked_vmap`: `jax.vmap`, a chunk at a time."""
+
+import functools
+from typing import Any
+
+from curvax._checks import check_size
+from curvax._types import Axes, Fun
+from curvax.batching._arguments import mapped_arguments
+from curvax.batching._map import map_chunks
+from curvax.batching._plan import ChunkPlan
+
+__all__ = ["chunked_vmap"]
+
+
+def chunked_vmap(
+    fun: Fun,
+    chunk_size: int | None = None,
+    *,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    checkpoint: bool = False,
+) -> Fun:
+    """Vectorise `fun` over an axis of its arguments, at most `chunk_size` examples at a time.
+
+    Equal to `jax.vmap(fun, in_axes, out_axes)`, except that a loop runs over chunks of the axis,
+    so that what `fun` computes on the way exists for one chunk only. The result is written in
+    place: beside it and the inputs, memory holds one chunk. `chunk_size` need not divide the
+    length of the axis, and `fun` is traced once.
+
+    Under `jax.grad`, what the backward pass needs of each example is saved for all of them, as
+    with `jax.vmap`. With `checkpoint=True` each chunk is computed again in the backward pass
+    instead, and the gradient too holds one chunk.
+
+    Arguments:
+        fun: the function of one example.
+        chunk_size: the most examples to compute at once; fewer are taken where that makes the
+            chunks even. None takes all at once.
+        in_axes: as in `jax.vmap`: for each positional argument an axis, None, or a pytree prefix
+            of these. Keyword arguments are mapped over axis 0.
+        out_axes: as in `jax.vmap`.
+        checkpoint: recompute each chunk in the backward pass.
+
+    Returns:
+        A function like `fun` of batched arguments. Call it under `jax.jit`, as any loop in JAX;
+        called by itself it is compiled anew each time.
+
+    Raises:
+        ValueError: on the call, if the batched arguments have no common length, none is batched,
+            or an axis does not exist.
+        TypeError: if `chunk_size` is not an integer.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from curvax import chunked_vmap
+        >>> rows = jnp.arange(10.0).reshape(5, 2)
+        >>> jax.jit(chunked_vmap(jnp.sum, chunk_size=2))(rows)
+        Array([ 1.,  5.,  9., 13., 17.], dtype=float32)
+    """
+    where = "curvax.chunked_vmap"
+    chunk_size = check_size("chunk_size", chunk_size, where)
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        batch = mapped_arguments(fun, args, kwargs, in_axes, where)
+        return map_chunks(
+            lambda *arrays: batch.call(fun, arrays),
+            batch,
+            ChunkPlan.of(batch.length, chunk_size).balanced(),
+            out_axes=out_axes,
+            checkpoint=checkpoint,
+            where=where,
+        )
+
+    return mapped

@@ -1,0 +1,99 @@
+"""The one loop behind every map.
+
+`reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value
+to a reducer. Successive chunks of one size share one loop body; a chunk that stands alone is run
+without a loop. Inputs are read, and collected outputs written, in place (`curvax._rows`), so that
+beside the inputs and the result only one chunk exists at a time.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax import _compat, _rows
+from curvax._types import Array, Carry, Fun, PyTree, Size
+from curvax.batching._plan import Chunk, ChunkPlan
+from curvax.batching._reducers import Reducer
+
+__all__ = ["reduce_chunks", "trace_once"]
+
+
+def trace_once(fun: Fun, plan: ChunkPlan, limit: Size | None) -> Fun:
+    """`fun`, traced once for each shape of its array arguments, however often it is called.
+
+    The loop asks for the shape of a value before it computes any, and a plan with chunks of two
+    sizes has two bodies; the user's function shall not notice. Where there is no loop it is
+    called directly.
+    """
+    return fun if _no_loop(plan, limit) else jax.jit(fun, inline=True)
+
+
+def reduce_chunks(
+    compute: Callable[[Sequence[Array]], PyTree],
+    arrays: Sequence[Array],
+    axes: Sequence[int],
+    plan: ChunkPlan,
+    make_reducer: Callable[[PyTree], Reducer],
+    *,
+    limit: Size | None = None,
+    checkpoint: bool = False,
+) -> PyTree:
+    """Reduce `compute(chunk of arrays)` over the chunks of `plan`.
+
+    `make_reducer` gets the shapes of the first value. Only the first `limit` chunks are run if it
+    is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
+    computes each chunk again in the backward pass instead of saving what that needs.
+    """
+    sources = [(plan.lay_out(x, axis), axis) for x, axis in zip(arrays, axes, strict=True)]
+
+    def value_of(chunk: Chunk) -> PyTree:
+        def read_and_compute(index: Size) -> PyTree:
+            rows = Chunk(plan, chunk.run, index).rows
+            return compute([_rows.read(x, rows, axis) for x, axis in sources])
+
+        policy = None if checkpoint else _rows.save_all_but_reads
+        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
+        alone = chunk.run.count == 1
+        return jax.checkpoint(read_and_compute, policy=policy, prevent_cse=checkpoint and alone)(
+            chunk.index
+        )
+
+    first = Chunk(plan, plan.runs()[0], 0)
+    if _no_loop(plan, limit):
+        value = value_of(first) if checkpoint else compute(arrays)
+        reducer = make_reducer(jax.eval_shape(lambda: value))
+        return reducer.finalize(reducer.update(reducer.init(), value, first), plan.length)
+
+    with _compat.mesh_of(arrays):
+        reducer = make_reducer(jax.eval_shape(lambda: value_of(first)))
+        step = lambda carry, chunk: reducer.update(carry, value_of(chunk), chunk)
+        carry = _run_all(step, reducer.init(), plan, limit)
+        return reducer.finalize(carry, _examples(plan, limit))
+
+
+def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
+    return plan.num_chunks == 1 and limit is None
+
+
+def _run_all(
+    step: Callable[[Carry, Chunk], Carry], carry: Carry, plan: ChunkPlan, limit: Size | None
+) -> Carry:
+    for run in plan.runs(limit):
+        body = lambda index, carry, run=run: step(carry, Chunk(plan, run, index))
+        last = run.first + run.count
+        if isinstance(limit, jax.Array):
+            carry = lax.fori_loop(run.first, jnp.clip(limit, run.first, last), body, carry)
+        elif run.count > 1:
+            carry = lax.fori_loop(run.first, last, body, carry)
+        else:
+            carry = body(run.first, carry)
+    return carry
+
+
+def _examples(plan: ChunkPlan, limit: Size | None) -> Size:
+    """How many examples the first `limit` chunks hold."""
+    if isinstance(limit, jax.Array):
+        return sum(jnp.clip(limit - run.first, 0, run.count) * run.size for run in plan.runs())
+    return sum(run.count * run.size for run in plan.runs(limit))

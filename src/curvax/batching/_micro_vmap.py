@@ -1,0 +1,94 @@
+"""`micro_vmap`: `jax.vmap` a microbatch at a time, with reductions over examples."""
+
+import functools
+from typing import Any
+
+import jax
+
+from curvax._checks import check_size
+from curvax._types import Axes, Fun, Order, PyTree, Size, VmapFn
+from curvax.batching._accumulators import AccumulationType
+from curvax.batching._arguments import mapped_arguments
+from curvax.batching._map import map_chunks
+from curvax.batching._plan import ChunkPlan, check_order
+
+__all__ = ["micro_vmap"]
+
+
+def micro_vmap(
+    fun: Fun,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    *,
+    microbatch_size: int | None = None,
+    vmap_fn: VmapFn = jax.vmap,
+    accumulator: PyTree = AccumulationType.CONCAT,
+    num_real_microbatches: Size | None = None,
+    order: Order = "strided",
+) -> Fun:
+    """Vectorise `fun` over examples, a microbatch at a time, and combine the outputs.
+
+    Equal to
+
+        outputs = jax.vmap(fun, in_axes, out_axes)(*args, **kwargs)
+        result = accumulator over the examples of outputs (CONCAT: outputs as they are)
+
+    except that only one microbatch of outputs, and of what `fun` computes on the way, exists at a
+    time. `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
+
+    Arguments:
+        fun: the function of one example.
+        in_axes: as in `jax.vmap`; keyword arguments are mapped over axis 0.
+        out_axes: as in `jax.vmap`, for outputs that are concatenated; a reduced output has no
+            such axis, and what is given for it does not matter.
+        microbatch_size: the most examples to compute at once. None takes all.
+        vmap_fn: a function with the signature of `jax.vmap`, called as
+            `vmap_fn(fun, in_axes, out_axes)`; for example
+            `functools.partial(jax.vmap, spmd_axis_name="data")`.
+        accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
+            prefix of the outputs.
+        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
+            and the means are then over the examples that ran, and CONCAT gives zeros for the
+            others. As a Python int it makes a shorter program; traced, one program serves every
+            number, but cannot be differentiated in reverse mode.
+        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+            that a sharded batch axis stays sharded. "contiguous": successive examples.
+
+    Returns:
+        A function like `fun` of batched arguments. Call it under `jax.jit`.
+
+    Raises:
+        ValueError: if the batched arguments have no common length, none is batched, an axis does
+            not exist, the accumulator does not fit the outputs, or more microbatches are asked
+            for than there are.
+        TypeError: if a size is no integer, or a mean is asked for of integers.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from curvax import AccumulationType, micro_vmap
+        >>> moments = micro_vmap(
+        ...     lambda x: (x, x**2), microbatch_size=3, accumulator=AccumulationType.MEAN
+        ... )
+        >>> jax.jit(moments)(jnp.arange(10.0))
+        (Array(4.5, dtype=float32), Array(28.5, dtype=float32))
+    """
+    where = "curvax.micro_vmap"
+    microbatch_size = check_size("microbatch_size", microbatch_size, where)
+    order = check_order(order, where)
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        batch = mapped_arguments(fun, args, kwargs, in_axes, where)
+        return map_chunks(
+            lambda *arrays: batch.call(fun, arrays),
+            batch,
+            ChunkPlan.of(batch.length, microbatch_size, order),
+            out_axes=out_axes,
+            accumulator=accumulator,
+            vmap_fn=vmap_fn,
+            limit=num_real_microbatches,
+            where=where,
+        )
+
+    return mapped

@@ -1,0 +1,98 @@
+"""`microbatch`: a function of a batch, run on one microbatch after the other."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from curvax._checks import check_size
+from curvax._types import Array, Axes, Fun, Order, PyTree, Size
+from curvax.batching._accumulators import AccumulationType, Reduction
+from curvax.batching._arguments import batched_arguments
+from curvax.batching._loop import reduce_chunks, trace_once
+from curvax.batching._plan import ChunkPlan, check_limit, check_order
+
+__all__ = ["microbatch"]
+
+
+def microbatch(
+    fun: Fun,
+    argnums: int | Sequence[int],
+    microbatch_size: int | None,
+    accumulator: PyTree = AccumulationType.SUM,
+    *,
+    argnames: str | Sequence[str] = (),
+    in_axes: Axes = 0,
+    num_real_microbatches: Size | None = None,
+    order: Order = "strided",
+) -> Fun:
+    """Split the batch arguments of `fun` into microbatches, run it on each, combine the outputs.
+
+    Equal to
+
+        outputs = [fun(… microbatch i in place of the batch …) for i in range(M)]
+        result = accumulator over outputs
+
+    in a loop, so that what `fun` computes on the way exists for one microbatch only. For a `fun`
+    that sums over its batch, SUM gives `fun` of the whole batch; for one that averages, MEAN and
+    RUNNING_MEAN do; for one that returns a row for each example, CONCAT does.
+
+    `fun` is traced once, and once more if the microbatches are of two sizes because
+    `microbatch_size` does not divide the batch. MEAN and RUNNING_MEAN then weight each microbatch
+    by its examples.
+
+    Arguments:
+        fun: a function of a batch, and of anything else.
+        argnums: which positional arguments are batches. They may be passed by name too.
+        microbatch_size: the most examples in a microbatch. None takes all.
+        accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
+            prefix of the outputs.
+        argnames: which arguments are batches, by name. They may be passed by position too.
+        in_axes: the batch axis of all batch arguments, or a sequence with an entry for each of
+            `argnums` and then of `argnames`; an entry may be a pytree prefix of the argument,
+            with None for leaves that are not batched.
+        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
+            and the means are then over those, and CONCAT gives zeros for the other examples. As a
+            Python int it makes a shorter program; traced, one program serves every number, but
+            cannot be differentiated in reverse mode.
+        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+            that a sharded batch axis stays sharded. "contiguous": successive examples.
+
+    Returns:
+        A function like `fun`. Call it under `jax.jit`.
+
+    Raises:
+        ValueError: if the batch arguments have no common length or are missing, an axis does not
+            exist, outputs do not fit their accumulator, or more microbatches are asked for than
+            there are.
+        TypeError: if a size is no integer, or a mean is asked for of integers.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from curvax import AccumulationType, microbatch
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> gradient = microbatch(jax.grad(loss), 1, 4, AccumulationType.MEAN)
+        >>> x = jnp.arange(20.0).reshape(10, 2)
+        >>> jax.jit(gradient)(jnp.ones(2), x)
+        Array([390., 428.], dtype=float32)
+    """
+    where = "curvax.microbatch"
+    microbatch_size = check_size("microbatch_size", microbatch_size, where)
+    order = check_order(order, where)
+
+    @functools.wraps(fun)
+    def microbatched(*args: Any, **kwargs: Any) -> Any:
+        batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
+        plan = ChunkPlan.of(batch.length, microbatch_size, order)
+        limit = check_limit(num_real_microbatches, plan, where)
+        once = trace_once(lambda *arrays: batch.call(fun, arrays), plan, limit)
+
+        def compute(arrays: Sequence[Array]) -> PyTree:
+            return once(*arrays)
+
+        reduction = Reduction(accumulator, 0, plan, per_example=False, limit=limit, where=where)
+        return reduce_chunks(
+            compute, batch.arrays, batch.axes, plan, reduction.reducer, limit=limit
+        )
+
+    return microbatched

@@ -1,0 +1,210 @@
+"""What becomes of the outputs of successive chunks.
+
+A reducer takes the value of each chunk in turn into a carry and makes the result of it. There is
+one for each way a map may treat an output leaf: collected row by row, kept because it is always
+the same, summed, or averaged in two ways. `Prefix` puts reducers together for the parts of a
+pytree.
+
+Reducers are made for outputs of known shape. With `per_example=True` the values carry a leading
+axis of examples, which is reduced too. Sums of half-precision numbers are kept in float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from curvax import _compat, _rows
+from curvax._types import Array, Carry, PyTree, Size, TreeDef
+from curvax.batching._plan import Chunk, ChunkPlan
+
+__all__ = ["Collect", "Mean", "Prefix", "Reducer", "RunningMean", "Same", "Sum"]
+
+Shape = jax.ShapeDtypeStruct
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """Takes in the values of chunks one by one."""
+
+    def init(self) -> Carry:
+        """The carry before the first chunk."""
+        ...
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        """The carry after that chunk."""
+        ...
+
+    def finalize(self, carry: Carry, examples: Size) -> PyTree:
+        """The result, once `examples` examples have been taken in."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Each example's output in the place of the example, along `axis` of the result.
+
+    The values have their examples along axis 0. Examples that are not run (`all_run` is False)
+    are zero.
+    """
+
+    like: Shape
+    plan: ChunkPlan
+    axis: int
+    all_run: bool
+
+    def init(self) -> Array:
+        rows_like = jax.eval_shape(self._rows_of, self.like)
+        buffer = _rows.allocate(self.plan.length, rows_like, self.axis, all_written=self.all_run)
+        return self.plan.lay_out(buffer, self.axis)
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        return _rows.write(carry, self._rows_of(value), chunk.rows, self.axis)
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        del examples
+        return _compat.wrap_keys(self.plan.put_back(carry, self.axis), self.like)
+
+    def _rows_of(self, value: Array) -> Array:
+        moved = value if self.axis == 0 else jnp.moveaxis(value, 0, self.axis)
+        return _compat.unwrap_keys(moved)
+
+
+@dataclass(frozen=True)
+class Same:
+    """An output that every chunk gives alike."""
+
+    like: Shape
+
+    def init(self) -> Array:
+        return _compat.filled_like(jax.eval_shape(_compat.unwrap_keys, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        del carry, chunk
+        return _compat.unwrap_keys(value)
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        del examples
+        return _compat.wrap_keys(carry, self.like)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum over chunks, or with `per_example` over all examples."""
+
+    like: Shape
+    per_example: bool
+
+    def init(self) -> Array:
+        return _compat.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check_shape(self, value, chunk)
+        return carry + self._term(value)
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        del examples
+        return carry.astype(jax.eval_shape(jnp.sum, self.like).dtype)
+
+    def _term(self, value: Array) -> Array:
+        dtype = _wide(jax.eval_shape(jnp.sum, self.like).dtype)
+        return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over examples: chunks weighted by their sizes, divided by their weight at the end.
+
+    Weights are in units of the plan's first chunk, so that even chunks are just added up.
+    """
+
+    like: Shape
+    per_example: bool
+    plan: ChunkPlan
+
+    def init(self) -> Array:
+        return _compat.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check_shape(self, value, chunk)
+        term, weight = self._term(value), self._weight(chunk.size)
+        return carry + (term if weight == 1 else weight * term)
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        weight = jnp.asarray(self._weight(examples), carry.dtype)
+        return (carry / weight).astype(self.like.dtype)
+
+    def _term(self, value: Array) -> Array:
+        return _mean_of_chunk(value, self.per_example)
+
+    def _weight(self, examples: Size) -> Any:
+        return examples / max(1, self.plan.runs()[0].size)
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """The mean over examples, a mean at every step, so that no large sum is ever formed."""
+
+    like: Shape
+    per_example: bool
+
+    def init(self) -> Array:
+        return _compat.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check_shape(self, value, chunk)
+        seen = jnp.maximum(chunk.examples_before + chunk.size, 1)
+        share = (chunk.size / seen).astype(carry.dtype)
+        return carry + share * (self._term(value) - carry)
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
+
+    def _term(self, value: Array) -> Array:
+        return _mean_of_chunk(value, self.per_example)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One reducer for each part of a pytree, where `structure` is a prefix of it."""
+
+    structure: TreeDef
+    reducers: Sequence[Reducer]
+
+    def init(self) -> Carry:
+        return [reducer.init() for reducer in self.reducers]
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        parts = self.structure.flatten_up_to(value)
+        steps = zip(self.reducers, carry, parts, strict=True)
+        return [reducer.update(state, part, chunk) for reducer, state, part in steps]
+
+    def finalize(self, carry: Carry, examples: Size) -> PyTree:
+        parts = zip(self.reducers, carry, strict=True)
+        return self.structure.unflatten([r.finalize(state, examples) for r, state in parts])
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which numbers of that dtype are summed."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if half else dtype
+
+
+def _mean_of_chunk(value: Array, per_example: bool) -> Array:
+    dtype = _wide(value.dtype)
+    return jnp.mean(value, axis=0, dtype=dtype) if per_example else value.astype(dtype)
+
+
+def _check_shape(reducer: Sum | Mean | RunningMean, value: Array, chunk: Chunk) -> None:
+    """Chunks can only be added up if they give values of one shape."""
+    first = reducer.like.shape
+    if not reducer.per_example and value.shape != first:
+        raise ValueError(
+            f"the function returned shape {first} for a microbatch of "
+            f"{chunk.plan.runs()[0].size} examples and {value.shape} for one of {chunk.size}: "
+            f"these cannot be combined by {type(reducer).__name__}. Collect per-example outputs "
+            f"with AccumulationType.CONCAT, reduce them inside the function, or choose a "
+            f"microbatch size that divides {chunk.plan.length}."
+        )

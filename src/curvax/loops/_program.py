@@ -1,0 +1,190 @@
+"""A scan as the user gave it, checked, and taken apart into steps that can be run in any grouping.
+
+`ScanProgram` numbers the steps in the order in which they run, so that the loops built on it need
+not think about `reverse`: step t reads and writes position t, or `length - 1 - t`. It reads `xs`
+in place (`curvax._rows`) wherever the loop stands, so no part of them is copied to be scanned over.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax import _compat, _rows
+from curvax._checks import as_integer
+from curvax._tree import leaf_name
+from curvax._types import Array, Carry, PyTree, Size
+
+__all__ = ["Outputs", "ScanProgram", "unroll_within"]
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class ScanProgram:
+    """`f` over `length` steps from `init`, as in `jax.lax.scan`.
+
+    `f` is traced once for all the loops that call it. `init` has the types that `f` returns.
+    `outputs` are the shapes of what one step puts out.
+    """
+
+    f: Body
+    init: Carry
+    xs: PyTree
+    length: int
+    reverse: bool
+    outputs: PyTree
+
+    @classmethod
+    def of(
+        cls, f: Body, init: Carry, xs: PyTree, length: int | None, reverse: bool, where: str
+    ) -> "ScanProgram":
+        """Check the arguments of a scan and trace its body."""
+        xs, init = jax.tree.map(jnp.asarray, (xs, init))
+        program = cls(f, init, xs, _length(xs, length, where), bool(reverse), None)
+        return _traced(program, where)
+
+    def step(self, carry: Carry, time: Size) -> tuple[Carry, PyTree]:
+        """The step that runs at that time."""
+
+        def read_and_call(carry: Carry, time: Size) -> tuple[Carry, PyTree]:
+            return self.f(carry, self.read(time))
+
+        return jax.checkpoint(read_and_call, policy=_rows.save_all_but_reads, prevent_cse=False)(
+            carry, time
+        )
+
+    def read(self, time: Size) -> PyTree:
+        """What the step that runs at that time reads of `xs`."""
+        rows = self.rows(time, 1)
+        return jax.tree.map(lambda leaf: jnp.squeeze(_rows.read(leaf, rows, 0), 0), self.xs)
+
+    def steps(self, carry: Carry, time: Size, count: int, unroll: int) -> tuple[Carry, PyTree]:
+        """`count` successive steps from that time on, and all they put out, by position."""
+        rows = self.rows(time, count)
+        xs = jax.tree.map(lambda leaf: _rows.read(leaf, rows, 0), self.xs)
+        return lax.scan(self.f, carry, xs, count, self.reverse, unroll)
+
+    def rows(self, time: Size, count: int) -> _rows.Rows:
+        """The positions of `count` successive steps from that time on."""
+        return _rows.Rows(self.length - count - time if self.reverse else time, count)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Room for some of the outputs of a scan, along a new leading axis of `length`."""
+
+    like: PyTree
+    length: int
+
+    def allocate(self) -> PyTree:
+        """Empty buffers."""
+        numbers = jax.eval_shape(lambda tree: jax.tree.map(_compat.unwrap_keys, tree), self.like)
+        add_axis = lambda leaf: jax.eval_shape(lambda x: x[None], leaf)
+        return jax.tree.map(lambda leaf: _rows.allocate(self.length, add_axis(leaf), 0), numbers)
+
+    def write(self, buffers: PyTree, values: PyTree, rows: _rows.Rows) -> PyTree:
+        """The buffers with these rows filled in."""
+        put = lambda buffer, value: _rows.write(buffer, _compat.unwrap_keys(value), rows, 0)
+        return jax.tree.map(put, buffers, values)
+
+    def finish(self, buffers: PyTree) -> PyTree:
+        """The collected outputs."""
+        return jax.tree.map(_compat.wrap_keys, buffers, self.like)
+
+
+def unroll_within(unroll: int | bool, length: int, where: str) -> int:
+    """The number of steps to unroll in a loop of that length, by the user's `unroll`."""
+    if isinstance(unroll, bool):
+        return max(1, length) if unroll else 1
+    number = as_integer(unroll)
+    if number is None or number < 1:
+        raise ValueError(f"{where}: unroll must be a positive integer or a bool, got {unroll!r}.")
+    return max(1, min(number, length))
+
+
+def _length(xs: PyTree, length: int | None, where: str) -> int:
+    sizes: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{where}: {leaf_name('xs', path)} is zero-dimensional and cannot be scanned over. "
+                f"Give it a leading axis, or let f close over it."
+            )
+        sizes[leaf_name("xs", path)] = leaf.shape[0]
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(f"{where}: all of xs must have the same leading size, but {listed}.")
+    number = None if length is None else as_integer(length)
+    if length is not None and (number is None or number < 0):
+        raise ValueError(f"{where}: length must be a non-negative integer or None, got {length!r}.")
+    if not sizes and number is None:
+        raise ValueError(f"{where}: there is nothing to scan over: give xs, or length.")
+    for name, size in sizes.items():
+        if number is not None and size != number:
+            raise ValueError(f"{where}: length={number} disagrees with {name}, which has {size}.")
+        return size
+    return number or 0
+
+
+def _traced(program: ScanProgram, where: str) -> ScanProgram:
+    """The program with its body traced, `init` in the types it returns, and its outputs' shapes.
+
+    As in `jax.lax.scan`, a number of weak type in `init` takes on the dtype that comes back. Then
+    the body is traced a second time.
+    """
+    given = program.init
+    body, carry, outputs = _trace_body(program, given, where)
+    if jax.tree.structure(carry) == jax.tree.structure(given):
+        init = jax.tree.map(_promote_weak, given, carry)
+        if any(
+            new is not old for new, old in zip(*map(jax.tree.leaves, (init, given)), strict=True)
+        ):
+            given = init
+            body, carry, outputs = _trace_body(program, given, where)
+    _check_carry(given, carry, where)
+    return replace(program, f=body, init=given, outputs=outputs)
+
+
+def _trace_body(program: ScanProgram, init: Carry, where: str) -> tuple[Body, Carry, PyTree]:
+    if program.length:
+        x = jax.eval_shape(program.read, 0)
+    else:
+        row = lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape[1:], leaf.dtype, weak_type=jax.typeof(leaf).weak_type
+        )
+        x = jax.tree.map(row, program.xs)
+    body = _compat.trace(program.f, init, x)
+    returned = jax.eval_shape(body, init, x)
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            f"{where}: f must return a pair (carry, y), got {type(returned).__name__} with the "
+            f"structure {jax.tree.structure(returned)}."
+        )
+    return body, *returned
+
+
+def _promote_weak(given: Array, returned: Any) -> Array:
+    weak = jax.typeof(given).weak_type and given.dtype != returned.dtype
+    return given.astype(jnp.result_type(given, returned)) if weak else given
+
+
+def _check_carry(given: Carry, returned: Carry, where: str) -> None:
+    message = f"{where}: f must return a carry like the one it is given; "
+    before, after = (jax.tree_util.tree_flatten_with_path(tree) for tree in (given, returned))
+    if before[1] != after[1]:
+        raise TypeError(f"{message}it was given {before[1]} and returned {after[1]}.")
+    changes = [
+        f"{leaf_name('carry', path)} was {_describe(old)} and came back as {_describe(new)}"
+        for (path, old), (_, new) in zip(before[0], after[0], strict=True)
+        if _describe(old) != _describe(new)
+    ]
+    if changes:
+        raise TypeError(f"{message}{', '.join(changes)}.")
+
+
+def _describe(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
