@@ -1,0 +1,131 @@
+"""Beside inputs and result, a map holds one chunk: asserted from the compiled programs.
+
+Float32 and rows of a few kilobytes, so that what is measured is data, not bookkeeping.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import curvax
+from curvax import AccumulationType
+from helpers import num_bytes, temporaries
+
+WIDTH = 512
+LENGTHS = {"divides": 1024, "does not divide": 1021}
+SIZE = 32
+
+
+def arguments(length):
+    return jnp.ones(WIDTH, jnp.float32), jnp.ones((length, WIDTH), jnp.float32)
+
+
+def wide(w, x):
+    """As many numbers out as in."""
+    return jnp.tanh(jnp.tanh(x * w) * w)
+
+
+def narrow(w, x):
+    """One number out."""
+    return jnp.sum(wide(w, x), keepdims=True)
+
+
+MAPS = {
+    "chunked_vmap": lambda fun: (
+        lambda w, x: curvax.chunked_vmap(functools.partial(fun, w), SIZE)(x)
+    ),
+    "micro_vmap": lambda fun: curvax.micro_vmap(fun, (None, 0), microbatch_size=SIZE),
+    "micro_vmap contiguous": lambda fun: curvax.micro_vmap(
+        fun, (None, 0), microbatch_size=SIZE, order="contiguous"
+    ),
+    "microbatch": lambda fun: curvax.microbatch(
+        jax.vmap(fun, (None, 0)), 1, SIZE, AccumulationType.CONCAT
+    ),
+}
+
+
+def lax_map(fun):
+    return lambda w, x: jax.lax.map(functools.partial(fun, w), x, batch_size=SIZE)
+
+
+def one_chunk(fun):
+    """What the function needs for a chunk by itself, with the chunk's input and output."""
+    w, x = arguments(SIZE)
+    output = jax.eval_shape(jax.vmap(fun, (None, 0)), w, x)
+    return temporaries(jax.vmap(fun, (None, 0)), w, x) + num_bytes(x) + num_bytes(output)
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("fun", [wide, narrow])
+@pytest.mark.parametrize("name", MAPS)
+def test_no_copy_is_made_of_the_output_or_the_input(name, fun, length):
+    w, x = arguments(length)
+    output = num_bytes(jax.eval_shape(jax.vmap(fun, (None, 0)), w, x))
+    # Two chunk sizes mean two bodies, which do not run at the same time.
+    assert temporaries(MAPS[name](fun), w, x) <= 2 * one_chunk(fun) + 0.1 * output
+
+
+@pytest.mark.parametrize("out_axis", [1, -1])
+@pytest.mark.parametrize("in_axis", [0, 1])
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_no_copy_is_made_along_other_axes(length, in_axis, out_axis):
+    w, x = arguments(length)
+    x = jnp.moveaxis(x, 0, in_axis)
+    mapped = lambda w, x: curvax.chunked_vmap(
+        functools.partial(wide, w), SIZE, in_axes=in_axis, out_axes=out_axis
+    )(x)
+    assert temporaries(mapped, w, x) <= 3 * one_chunk(wide) + 0.1 * num_bytes(x)
+
+
+def gradient_of(fun):
+    """The cotangents of parameters and inputs for a cotangent of the output."""
+    return lambda w, x, cotangent: jax.vjp(fun, w, x)[1](cotangent)
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("fun", [wide, narrow])
+@pytest.mark.parametrize("name", MAPS)
+def test_the_gradient_needs_hardly_more_than_that_of_lax_map(name, fun, length):
+    w, x = arguments(length)
+    cotangent = jnp.ones((length, WIDTH if fun is wide else 1), jnp.float32)
+    ours = temporaries(gradient_of(MAPS[name](fun)), w, x, cotangent)
+    theirs = temporaries(gradient_of(lax_map(fun)), w, x, cotangent)
+    assert ours <= theirs + 4 * one_chunk(fun) + 0.1 * num_bytes(cotangent)
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("fun", [wide, narrow])
+def test_with_checkpoint_the_gradient_holds_one_chunk(fun, length):
+    w, x = arguments(length)
+    cotangent = jnp.ones((length, WIDTH if fun is wide else 1), jnp.float32)
+    mapped = lambda w, x: curvax.chunked_vmap(functools.partial(fun, w), SIZE, checkpoint=True)(x)
+    assert temporaries(gradient_of(mapped), w, x, cotangent) <= 8 * one_chunk(fun)
+    assert temporaries(gradient_of(lax_map(fun)), w, x, cotangent) > 2 * num_bytes(x)
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("kind", ["SUM", "MEAN", "RUNNING_MEAN"])
+def test_a_reduction_never_holds_the_outputs_of_all_examples(kind, length):
+    w, x = arguments(length)
+    outer = lambda w, x: jnp.outer(x[:64], w[:64])
+    micro = curvax.micro_vmap(
+        outer, (None, 0), microbatch_size=SIZE, accumulator=AccumulationType[kind]
+    )
+    assert temporaries(micro, w, x) <= 3 * one_chunk(outer)
+
+
+def test_rows_a_user_gathers_are_saved_rather_than_what_they_were_gathered_from():
+    """Only our own reads are done again in the backward pass."""
+
+    def fun(w, x):
+        large = jnp.sin(jnp.outer(x, w)).ravel()
+        return jnp.sum(large[jnp.array([3, 1, 4])] ** 2)
+
+    w, x = arguments(256)
+    mapped = lambda w, x: curvax.chunked_vmap(functools.partial(fun, w), 8)(x[:, :16])
+    theirs = lambda w, x: jax.lax.map(functools.partial(fun, w), x[:, :16], batch_size=8)
+    cotangent = jnp.ones(256, jnp.float32)
+    limit = 1.1 * temporaries(gradient_of(theirs), w, x, cotangent)
+    assert temporaries(gradient_of(mapped), w, x, cotangent) <= limit

@@ -1,0 +1,270 @@
+"""`micro_vmap` equals `jax.vmap` followed by a reduction over examples."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import curvax
+from curvax import AccumulationType, Accumulator
+from helpers import MAPPED, MAPPED_BY_NAME, assert_same, derivatives, key
+
+REDUCE = {
+    AccumulationType.SUM: lambda x: jnp.sum(x, axis=0),
+    AccumulationType.MEAN: lambda x: jnp.mean(x, axis=0),
+    AccumulationType.RUNNING_MEAN: lambda x: jnp.mean(x, axis=0),
+    AccumulationType.CONCAT: lambda x: x,
+}
+ORDERS = ["strided", "contiguous"]
+kinds = st.sampled_from(list(AccumulationType))
+orders = st.sampled_from(ORDERS)
+
+
+def naive(fun, kind, in_axes=(None, 0)):
+    """Vectorise, then reduce each leaf over its examples."""
+    return lambda *args: jax.tree.map(REDUCE[kind], jax.vmap(fun, in_axes)(*args))
+
+
+@pytest.mark.parametrize("case", MAPPED, ids=lambda case: case.name)
+@settings(max_examples=4)
+@given(st.integers(1, 9), st.one_of(st.none(), st.integers(1, 11)), kinds, orders)
+def test_values_and_derivatives_equal_vmap_then_reduce(case, length, size, kind, order):
+    args = case.arguments(length)
+    micro = curvax.micro_vmap(
+        case.fun, (None, 0), microbatch_size=size, accumulator=kind, order=order
+    )
+    assert_same(derivatives(micro)(*args), derivatives(naive(case.fun, kind))(*args))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", AccumulationType)
+def test_it_composes_with_an_outer_vmap(kind, order):
+    case = MAPPED_BY_NAME["layer"]
+    args = jax.tree.map(lambda x: jnp.stack([x, -x]), case.arguments(5))
+    micro = curvax.micro_vmap(case.fun, (None, 0), microbatch_size=2, accumulator=kind, order=order)
+    expected = jax.vmap(derivatives(naive(case.fun, kind)))(*args)
+    assert_same(jax.vmap(derivatives(micro))(*args), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", AccumulationType)
+def test_no_examples_reduce_as_empty_arrays_do(kind, order):
+    x = jnp.zeros((0, 3))
+    fun = lambda x: jnp.sin(x)
+    micro = curvax.micro_vmap(fun, microbatch_size=2, accumulator=kind, order=order)
+    expected = naive(fun, kind, 0)(x) if kind is not AccumulationType.CONCAT else x
+    if "MEAN" in kind.name:
+        expected = jnp.full(3, jnp.nan)
+    assert_same(micro(x), expected)
+
+
+@settings(max_examples=8)
+@given(length=st.integers(1, 9), size=st.integers(1, 5), kind=kinds, order=orders, data=st.data())
+def test_num_real_microbatches_runs_the_first_of_the_order(length, size, kind, order, data):
+    num_microbatches = -(-length // size)
+    number = data.draw(st.integers(1, num_microbatches))
+    x = jax.random.normal(key(), (length, 2), jnp.float64)
+    deal = (
+        [range(length)[i::num_microbatches] for i in range(num_microbatches)]
+        if order == "strided"
+        else [range(length)[i * size : (i + 1) * size] for i in range(num_microbatches)]
+    )
+    ran = np.array([i for microbatch in deal[:number] for i in microbatch])
+    if kind is AccumulationType.CONCAT:
+        mask = np.isin(np.arange(length), ran)[:, None]
+        expected = jnp.where(mask, jnp.sin(x), 0.0)
+    else:
+        expected = REDUCE[kind](jnp.sin(x[ran]))
+
+    def micro(number, x):
+        return curvax.micro_vmap(
+            jnp.sin,
+            microbatch_size=size,
+            accumulator=kind,
+            order=order,
+            num_real_microbatches=number,
+        )(x)
+
+    assert_same(micro(number, x), expected)
+    assert_same(jax.jit(micro)(number, x), expected)
+    assert_same(jax.jvp(functools.partial(jax.jit(micro), number), (x,), (x,))[0], expected)
+
+
+@pytest.mark.parametrize("kind", AccumulationType)
+def test_a_python_number_of_microbatches_is_differentiable_in_reverse(kind):
+    x = jnp.linspace(0.0, 1.0, 7)
+    micro = curvax.micro_vmap(jnp.sin, microbatch_size=2, accumulator=kind, num_real_microbatches=2)
+    gradient = jax.grad(lambda x: jnp.sum(micro(x)))(x)
+    ran = np.isin(np.arange(7), [0, 4, 1, 5])
+    weight = 0.25 if "MEAN" in kind.name else 1.0
+    np.testing.assert_allclose(gradient, np.where(ran, weight * np.cos(x), 0.0), rtol=1e-12)
+
+
+def test_no_microbatches_give_empty_reductions():
+    run = lambda kind, number: curvax.micro_vmap(
+        jnp.sin, microbatch_size=2, accumulator=kind, num_real_microbatches=number
+    )(jnp.ones(5))
+    for number in (0, jnp.array(0)):
+        np.testing.assert_array_equal(run(AccumulationType.SUM, number), 0.0)
+        np.testing.assert_array_equal(run(AccumulationType.CONCAT, number), np.zeros(5))
+        assert jnp.isnan(run(AccumulationType.MEAN, number))
+        assert jnp.isnan(run(AccumulationType.RUNNING_MEAN, number))
+
+
+def test_one_compiled_program_serves_every_number_of_microbatches():
+    traces = []
+
+    @jax.jit
+    def run(x, number):
+        traces.append(number)
+        return curvax.micro_vmap(
+            lambda x: x,
+            microbatch_size=2,
+            accumulator=AccumulationType.MEAN,
+            order="contiguous",
+            num_real_microbatches=number,
+        )(x)
+
+    x = jnp.arange(7.0)
+    results = [run(x, number) for number in (1, 2, 3, 4, 100)]
+    np.testing.assert_allclose(results, [0.5, 1.5, 2.5, 3.0, 3.0])
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("out_axis", [0, 1, -1])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_out_axes_says_where_examples_come_out(out_axis, order, size):
+    x = jax.random.normal(key(), (6, 2, 3), jnp.float64)
+    fun = lambda x: (jnp.sin(x), jnp.sum(x))
+    micro = curvax.micro_vmap(
+        fun,
+        out_axes=(out_axis, 0),
+        microbatch_size=size,
+        order=order,
+        accumulator=(AccumulationType.CONCAT, AccumulationType.SUM),
+    )
+    assert_same(micro(x), (jnp.moveaxis(jnp.sin(x), 0, out_axis), jnp.sum(x)))
+
+
+def test_an_accumulator_may_be_any_prefix_of_the_outputs():
+    x = jnp.linspace(0.0, 1.0, 7)
+    fun = lambda x: {"a": (x, x**2), "b": [x**3, x**4], "c": x}
+    kinds = {
+        "a": (AccumulationType.SUM, AccumulationType.CONCAT),
+        "b": AccumulationType.MEAN,
+        "c": AccumulationType.RUNNING_MEAN,
+    }
+    result = curvax.micro_vmap(fun, microbatch_size=3, accumulator=kinds)(x)
+    expected = {
+        "a": (jnp.sum(x), x**2),
+        "b": [jnp.mean(x**3), jnp.mean(x**4)],
+        "c": jnp.mean(x),
+    }
+    assert_same(result, expected)
+
+
+def test_all_that_real_users_combine_works_at_once():
+    """A list of in_axes, a vmap_fn with a mesh axis, accumulators, keywords, a traced number."""
+    w = jnp.linspace(0.0, 1.0, 3)
+    x, y = (jax.random.normal(key(i), (8, 3), jnp.float64) for i in range(2))
+    weight = jnp.arange(8.0)
+
+    def fun(w, x, y, *, weight):
+        residual = jnp.dot(w, x) - y[0]
+        return weight * residual * x, residual**2, {"residual": residual}
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    def micro(w, x, y, weight, number):
+        return curvax.micro_vmap(
+            fun,
+            [None, 0, 0],
+            microbatch_size=2,
+            vmap_fn=functools.partial(jax.vmap, spmd_axis_name="data"),
+            accumulator=(
+                AccumulationType.SUM,
+                AccumulationType.MEAN,
+                AccumulationType.CONCAT,
+            ),
+            num_real_microbatches=number,
+        )(w, x, y, weight=weight)
+
+    with jax.set_mesh(mesh):
+        result = micro(w, x, y, weight, 3)
+    ran = np.array([0, 4, 1, 5, 2, 6])
+    gradient, loss, aux = jax.vmap(functools.partial(fun, w))(x, y, weight=weight)
+    residual = jnp.zeros(8).at[ran].set(aux["residual"][ran])
+    expected = (jnp.sum(gradient[ran], 0), jnp.mean(loss[ran]), {"residual": residual})
+    assert_same(result, expected)
+
+
+MAXIMUM = Accumulator(
+    init=lambda like: jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), like),
+    update=lambda carry, value, index: jax.tree.map(jnp.maximum, carry, value),
+    finalize=lambda carry: jax.tree.map(lambda x: 2 * x, carry),
+    aggregate=lambda values: jax.tree.map(lambda x: jnp.max(x, axis=0), values),
+    uneven=True,
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 4])
+def test_users_may_bring_their_own_accumulator(size, order):
+    x = jax.random.normal(key(), (7, 2), jnp.float64)
+    fun = lambda x: ({"a": x, "b": x[0]}, x[1])
+    micro = curvax.micro_vmap(
+        fun,
+        microbatch_size=size,
+        accumulator=(MAXIMUM, AccumulationType.CONCAT),
+        order=order,
+    )
+    largest = {"a": 2 * jnp.max(x, axis=0), "b": 2 * jnp.max(x[:, 0])}
+    assert_same(micro(x), (largest, x[:, 1]))
+
+
+def test_an_accumulator_is_told_which_microbatch_it_gets():
+    history = Accumulator(
+        init=lambda like: jnp.zeros((3, *like.shape), like.dtype),
+        update=lambda carry, value, index: carry.at[index].set(value),
+        finalize=lambda carry: carry,
+        aggregate=lambda values: jnp.sum(values, axis=0),
+    )
+    x = jnp.arange(6.0)
+    strided = curvax.micro_vmap(lambda x: x, microbatch_size=2, accumulator=history)(x)
+    np.testing.assert_array_equal(strided, [0 + 3, 1 + 4, 2 + 5])
+
+
+INTEGERS = [jnp.int32, jnp.int8, jnp.uint8, jnp.bool_]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_summed_as_by_jnp_sum(dtype):
+    x = (jnp.arange(300) % 7).astype(dtype)
+    micro = curvax.micro_vmap(lambda x: x, microbatch_size=7, accumulator=AccumulationType.SUM)
+    assert_same(micro(x), jnp.sum(x))
+
+
+@pytest.mark.parametrize("kind", ["SUM", "MEAN", "RUNNING_MEAN"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
+def test_half_precision_is_accumulated_in_float32(kind, dtype):
+    """Adding 0.01 five hundred times in bfloat16 would stop short at 2."""
+    x = jnp.full(500, 0.01, dtype)
+    micro = curvax.micro_vmap(lambda x: x, microbatch_size=3, accumulator=AccumulationType[kind])
+    result = micro(x)
+    assert result.dtype == dtype
+    exact = np.asarray(x).astype(np.complex128).real
+    exact = exact.sum() if kind == "SUM" else exact.mean()
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(result).astype(complex).real, exact, rtol=20 * eps / 2)
+
+
+def test_a_running_mean_does_not_overflow():
+    x = jnp.full(64, 1e38, jnp.float32)
+    run = lambda kind: curvax.micro_vmap(lambda x: x, microbatch_size=1, accumulator=kind)(x)
+    np.testing.assert_allclose(run(AccumulationType.RUNNING_MEAN), 1e38, rtol=1e-6)
+    assert jnp.isinf(run(AccumulationType.MEAN))

@@ -1,0 +1,124 @@
+"""Case generators and comparisons that the tests share.
+
+`MAPPED` lists functions of one example; a new line there joins every test of a map. `derivatives`
+computes everything a program must agree with its naive equivalent on, in one compiled program.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def key(seed: int = 0) -> jax.Array:
+    return jax.random.key(seed)
+
+
+def random_like(tree: Any, seed: int = 0) -> Any:
+    """Normal random numbers in the shapes and dtypes of a pytree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(key(seed), max(1, len(leaves)))
+    pairs = zip(keys, leaves, strict=False)
+    return treedef.unflatten([jax.random.normal(k, x.shape, x.dtype) for k, x in pairs])
+
+
+class Mapped(NamedTuple):
+    """A function of one example: `fun(params, example)`, with the shapes of both."""
+
+    name: str
+    fun: Callable[[Any, Any], Any]
+    params: Any
+    example: Any
+
+    def arguments(self, length: int, dtype: Any = jnp.float64) -> tuple[Any, Any]:
+        """Parameters, and a batch of examples along leading axes."""
+        like = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        params = jax.tree.map(lambda shape: like(*shape), self.params, **TUPLE)
+        batch = jax.tree.map(lambda shape: like(length, *shape), self.example, **TUPLE)
+        return random_like(params, 1), random_like(batch, 2)
+
+
+# Shapes are tuples, which would otherwise be pytrees.
+TUPLE = {"is_leaf": lambda x: isinstance(x, tuple)}
+
+
+def _layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(w @ x)
+
+
+def _tree(params: Any, example: Any) -> Any:
+    a = jnp.sin(example["a"]) * params["scale"] + example["b"]
+    return {"vector": a, "pair": (jnp.sum(a**2), jnp.outer(a, example["a"]))}
+
+
+def _scan(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda carry, x: (jnp.tanh(carry * w + x), carry * x), x[0], x)[1]
+
+
+MAPPED = [
+    Mapped("layer", _layer, (2, 3), (3,)),
+    Mapped("tree", _tree, {"scale": ()}, {"a": (2,), "b": ()}),
+    Mapped("scan", _scan, (), (4,)),
+    Mapped("constant", lambda w, x: w * jnp.ones(2, x.dtype), (), ()),
+]
+MAPPED_BY_NAME = {case.name: case for case in MAPPED}
+
+
+def total(tree: Any) -> jax.Array:
+    """A scalar on which every entry of a pytree of numbers has its own influence."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    weigh = lambda x: jnp.sum(jnp.sin(jnp.real(x).ravel() + jnp.arange(x.size, dtype=x.real.dtype)))
+    return sum((weigh(x) for x in leaves), start=jnp.zeros(()))
+
+
+def derivatives(fun: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """The values of a function with its reverse, forward and second derivatives, under jit."""
+
+    def compute(*args: Any) -> dict[str, Any]:
+        tangents = jax.tree.map(jnp.cos, args)
+        gradient = jax.grad(lambda args: total(fun(*args)))
+        return {
+            "value": fun(*args),
+            "gradient": gradient(args),
+            "tangent": jax.jvp(fun, args, tangents)[1],
+            "forward over reverse": jax.jvp(gradient, (args,), (tangents,))[1],
+        }
+
+    return jax.jit(compute)
+
+
+def assert_same(actual: Any, expected: Any, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    """The same structure, shapes, dtypes, and numbers to rounding."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), got in zip(paths, jax.tree.leaves(actual), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert got.dtype == want.dtype, f"{name}: {got.dtype} is not {want.dtype}"
+        assert got.shape == want.shape, f"{name}: {got.shape} is not {want.shape}"
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            got, want = jax.random.key_data(got), jax.random.key_data(want)
+        if want.dtype == jnp.bfloat16:
+            got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=name)
+
+
+class CountTraces:
+    """A function that counts how often Python runs it."""
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        self.fun, self.count = fun, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.fun(*args, **kwargs)
+
+
+def temporaries(fun: Callable[..., Any], *args: Any) -> int:
+    """The bytes a compiled function needs beside its arguments and results."""
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
