@@ -74,7 +74,7 @@ def microbatch(
         >>> gradient = microbatch(jax.grad(loss), 1, 4, AccumulationType.MEAN)
         >>> x = jnp.arange(20.0).reshape(10, 2)
         >>> jax.jit(gradient)(jnp.ones(2), x)
-        Array([390., 428.], dtype=float32)
+        Array([474., 512.], dtype=float32)
     """
     where = "curvax.microbatch"
     microbatch_size = check_size("microbatch_size", microbatch_size, where)

@@ -115,9 +115,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over examples: chunks weighted by their sizes, divided by their weight at the end.
+    """The mean over examples: a sum, divided at the end.
 
-    Weights are in units of the plan's first chunk, so that even chunks are just added up.
+    With `per_example` it is the sum over examples. Otherwise each value is the mean of its chunk
+    and is weighted by the size of that, in units of the first so that even chunks just add up.
     """
 
     like: Shape
@@ -129,18 +130,20 @@ class Mean:
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
         _check_shape(self, value, chunk)
-        term, weight = self._term(value), self._weight(chunk.size)
-        return carry + (term if weight == 1 else weight * term)
+        term, weight = self._term(value), chunk.size / self._unit
+        return carry + (term if self.per_example or weight == 1 else weight * term)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
-        weight = jnp.asarray(self._weight(examples), carry.dtype)
+        weight = jnp.asarray(examples / self._unit, carry.dtype)
         return (carry / weight).astype(self.like.dtype)
 
-    def _term(self, value: Array) -> Array:
-        return _mean_of_chunk(value, self.per_example)
+    @property
+    def _unit(self) -> int:
+        return 1 if self.per_example else max(1, self.plan.runs()[0].size)
 
-    def _weight(self, examples: Size) -> Any:
-        return examples / max(1, self.plan.runs()[0].size)
+    def _term(self, value: Array) -> Array:
+        dtype = _wide(value.dtype)
+        return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class RunningMean:
         return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
 
     def _term(self, value: Array) -> Array:
-        return _mean_of_chunk(value, self.per_example)
+        dtype = _wide(value.dtype)
+        return jnp.mean(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -190,11 +194,6 @@ def _wide(dtype: Any) -> Any:
     """The dtype in which numbers of that dtype are summed."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if half else dtype
-
-
-def _mean_of_chunk(value: Array, per_example: bool) -> Array:
-    dtype = _wide(value.dtype)
-    return jnp.mean(value, axis=0, dtype=dtype) if per_example else value.astype(dtype)
 
 
 def _check_shape(reducer: Sum | Mean | RunningMean, value: Array, chunk: Chunk) -> None:

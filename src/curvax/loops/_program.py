@@ -2,11 +2,13 @@
 
 `ScanProgram` numbers the steps in the order in which they run, so that the loops built on it need
 not think about `reverse`: step t reads and writes position t, or `length - 1 - t`. It reads `xs`
-in place (`curvax._rows`) wherever the loop stands, so no part of them is copied to be scanned over.
+in place (`curvax._rows`) wherever the loop stands, so they are not copied to be scanned over. A
+loop may ask for a copy of a part.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +20,12 @@ from curvax._checks import as_integer
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size
 
-__all__ = ["Outputs", "ScanProgram", "unroll_within"]
+__all__ = ["Outputs", "ScanProgram", "save_all_but_reads", "unroll_within"]
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
+
+save_all_but_reads = partial(jax.checkpoint, policy=_rows.save_all_but_reads, prevent_cse=False)
+"""Keeps what a function reads of `xs` from being saved for its gradient: it is still there."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,26 @@ class ScanProgram:
     def step(self, carry: Carry, time: Size) -> tuple[Carry, PyTree]:
         """The step that runs at that time."""
 
+        @save_all_but_reads
         def read_and_call(carry: Carry, time: Size) -> tuple[Carry, PyTree]:
             return self.f(carry, self.read(time))
 
-        return jax.checkpoint(read_and_call, policy=_rows.save_all_but_reads, prevent_cse=False)(
-            carry, time
-        )
+        return read_and_call(carry, time)
 
     def read(self, time: Size) -> PyTree:
         """What the step that runs at that time reads of `xs`."""
         rows = self.rows(time, 1)
         return jax.tree.map(lambda leaf: jnp.squeeze(_rows.read(leaf, rows, 0), 0), self.xs)
 
-    def steps(self, carry: Carry, time: Size, count: int, unroll: int) -> tuple[Carry, PyTree]:
-        """`count` successive steps from that time on, and all they put out, by position."""
+    def part(self, time: Size, count: int) -> "ScanProgram":
+        """`count` successive steps from that time on, with a copy of their rows of `xs`."""
         rows = self.rows(time, count)
         xs = jax.tree.map(lambda leaf: _rows.read(leaf, rows, 0), self.xs)
+        return replace(self, xs=xs, length=count)
+
+    def steps(self, carry: Carry, time: Size, count: int, unroll: int) -> tuple[Carry, PyTree]:
+        """`count` successive steps from that time on, and all they put out, by position."""
+        xs = self.part(time, count).xs
         return lax.scan(self.f, carry, xs, count, self.reverse, unroll)
 
     def rows(self, time: Size, count: int) -> _rows.Rows:
@@ -136,17 +145,15 @@ def _traced(program: ScanProgram, where: str) -> ScanProgram:
     As in `jax.lax.scan`, a number of weak type in `init` takes on the dtype that comes back. Then
     the body is traced a second time.
     """
-    given = program.init
-    body, carry, outputs = _trace_body(program, given, where)
-    if jax.tree.structure(carry) == jax.tree.structure(given):
-        init = jax.tree.map(_promote_weak, given, carry)
-        if any(
-            new is not old for new, old in zip(*map(jax.tree.leaves, (init, given)), strict=True)
-        ):
-            given = init
-            body, carry, outputs = _trace_body(program, given, where)
-    _check_carry(given, carry, where)
-    return replace(program, f=body, init=given, outputs=outputs)
+    init = program.init
+    body, carry, outputs = _trace_body(program, init, where)
+    if jax.tree.structure(carry) == jax.tree.structure(init):
+        promoted = jax.tree.map(_promote_weak, init, carry)
+        if _types(promoted) != _types(init):
+            init = promoted
+            body, carry, outputs = _trace_body(program, init, where)
+    _check_carry(init, carry, where)
+    return replace(program, f=body, init=init, outputs=outputs)
 
 
 def _trace_body(program: ScanProgram, init: Carry, where: str) -> tuple[Body, Carry, PyTree]:
@@ -174,17 +181,18 @@ def _promote_weak(given: Array, returned: Any) -> Array:
 
 def _check_carry(given: Carry, returned: Carry, where: str) -> None:
     message = f"{where}: f must return a carry like the one it is given; "
-    before, after = (jax.tree_util.tree_flatten_with_path(tree) for tree in (given, returned))
-    if before[1] != after[1]:
-        raise TypeError(f"{message}it was given {before[1]} and returned {after[1]}.")
+    before, after = map(jax.tree.structure, (given, returned))
+    if before != after:
+        raise TypeError(f"{message}it was given {before} and returned {after}.")
+    names = [leaf_name("carry", path) for path, _ in jax.tree_util.tree_leaves_with_path(given)]
     changes = [
-        f"{leaf_name('carry', path)} was {_describe(old)} and came back as {_describe(new)}"
-        for (path, old), (_, new) in zip(before[0], after[0], strict=True)
-        if _describe(old) != _describe(new)
+        f"{name} was {old} and came back as {new}"
+        for name, old, new in zip(names, _types(given), _types(returned), strict=True)
+        if old != new
     ]
     if changes:
         raise TypeError(f"{message}{', '.join(changes)}.")
 
 
-def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+def _types(tree: PyTree) -> list[str]:
+    return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]

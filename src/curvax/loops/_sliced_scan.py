@@ -8,7 +8,7 @@ in its loop uses it. Kept outputs are written straight into their places in the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,20 @@ from jax import lax
 from curvax._checks import as_integer
 from curvax._rows import Rows
 from curvax._types import Carry, PyTree, Size
-from curvax.loops._program import Outputs, ScanProgram, unroll_within
+from curvax.loops._program import Outputs, ScanProgram, save_all_but_reads, unroll_within
 
 __all__ = ["sliced_scan"]
+
+State: TypeAlias = tuple[Carry, PyTree]
+"""Of the loop over groups: the carry, and the buffers for the kept outputs."""
+
+_FEW = 32
+"""Up to so many groups read `xs` row by row, more of them their rows at once.
+
+The gradient with respect to `xs` adds up an array like `xs` over each loop that reads from it. For
+a loop inside a group that is one for each group, so many groups would take quadratic time. Rows
+that a group reads before its loop cost room for as many rows: little, where groups are many.
+"""
 
 
 def sliced_scan(
@@ -76,35 +87,38 @@ def sliced_scan(
     program = ScanProgram.of(f, init, xs, length, reverse, where)
     kept = _Kept.of(program, _bounds(start, stop, step, where))
     outputs = Outputs(program.outputs, kept.count)
+    # The last kept step is a group of its own, unless as many steps follow it as the others.
+    groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
 
-    def skip(carry: Carry, time: Size, count: int) -> Carry:
+    def skip(program: ScanProgram, carry: Carry, time: Size, count: int) -> Carry:
         body = lambda carry, offset: (program.step(carry, time + offset)[0], None)
         within = unroll_within(unroll, count, where)
         return lax.scan(body, carry, jnp.arange(count), unroll=within)[0] if count else carry
 
-    def keep(state: tuple[Carry, PyTree], number: Size) -> tuple[Carry, PyTree]:
+    def keep(program: ScanProgram, state: State, time: Size, number: Size) -> State:
         carry, buffers = state
-        carry, y = program.step(carry, kept.first + number * kept.gap)
-        return carry, outputs.write(
-            buffers, jax.tree.map(lambda leaf: leaf[None], y), Rows(kept.slot(number), 1)
-        )
+        carry, y = program.step(carry, time)
+        y = jax.tree.map(lambda leaf: leaf[None], y)
+        return carry, outputs.write(buffers, y, Rows(kept.slot(number), 1))
 
-    def group(state: tuple[Carry, PyTree], number: Size) -> tuple[Any, None]:
-        carry, buffers = keep(state, number)
-        carry = skip(carry, kept.first + number * kept.gap + 1, kept.gap - 1)
-        return (carry, buffers), None
+    @save_all_but_reads
+    def run_group(state: State, time: Size, number: Size) -> State:
+        part, start = (program.part(time, kept.gap), 0) if groups > _FEW else (program, time)
+        carry, buffers = keep(part, state, start, number)
+        return skip(part, carry, start + 1, kept.gap - 1), buffers
 
-    # The last kept step is a group of its own, unless as many steps follow it as the others.
-    groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
-    state = skip(program.init, 0, kept.first), outputs.allocate()
+    def group(state: State, number: Size) -> tuple[State, None]:
+        return run_group(state, kept.first + number * kept.gap, number), None
+
+    state = skip(program, program.init, 0, kept.first), outputs.allocate()
     if groups > 0:
         within = unroll_within(unroll, max(1, groups * kept.gap), where) // kept.gap
         state = lax.scan(group, state, jnp.arange(groups), unroll=max(1, within))[0]
     done = kept.first + groups * kept.gap
     if groups < kept.count:
-        state, done = keep(state, groups), done + 1
+        state, done = keep(program, state, done, groups), done + 1
     carry, buffers = state
-    return skip(carry, done, program.length - done), outputs.finish(buffers)
+    return skip(program, carry, done, program.length - done), outputs.finish(buffers)
 
 
 @dataclass(frozen=True)
