@@ -31,7 +31,7 @@ class Static(Generic[T]):
     Raises:
         TypeError: `value` is not hashable.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> power = jax.jit(lambda x, n: x**n.value)

@@ -68,7 +68,7 @@ class Accumulator:
             maximum is; a mean of microbatch means is not. If False, a batch that the microbatch
             size does not divide is refused.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import Accumulator, micro_vmap
         >>> largest = Accumulator(

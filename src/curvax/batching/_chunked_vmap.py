@@ -49,7 +49,7 @@ def chunked_vmap(
             or an axis does not exist.
         TypeError: if `chunk_size` is not an integer.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from curvax import chunked_vmap

@@ -94,7 +94,7 @@ def micro_grad(
     Raises:
         ValueError, TypeError: as `micro_vmap` and `microbatch`.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from curvax import micro_grad

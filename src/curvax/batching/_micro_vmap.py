@@ -63,7 +63,7 @@ def micro_vmap(
             for than there are.
         TypeError: if a size is no integer, or a mean is asked for of integers.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from curvax import AccumulationType, micro_vmap

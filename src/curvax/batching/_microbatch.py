@@ -66,7 +66,7 @@ def microbatch(
             there are.
         TypeError: if a size is no integer, or a mean is asked for of integers.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from curvax import AccumulationType, microbatch

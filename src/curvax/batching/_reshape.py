@@ -35,7 +35,7 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
     Raises:
         ValueError: if a leaf has no such axis or `microbatch_size` does not divide it.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import reshape_batch_axis
         >>> reshape_batch_axis(jnp.arange(6), 2)

@@ -52,7 +52,7 @@ def checkpoint_chunked_scan(
         ValueError: if sizes disagree, or `chunk_size` is not positive.
         TypeError: if the body changes the type of the carry, or a size is no integer.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from curvax import checkpoint_chunked_scan

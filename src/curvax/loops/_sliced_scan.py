@@ -74,7 +74,7 @@ def sliced_scan(
         ValueError: if sizes disagree, or `step` is zero.
         TypeError: if the body changes the type of the carry, or a bound is no integer.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import sliced_scan
         >>> total, kept = sliced_scan(
