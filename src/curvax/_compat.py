@@ -22,13 +22,16 @@ from jaxtyping import Array
 
 __all__ = [
     "filled_like",
+    "has_effects",
     "is_key",
     "is_tracer",
     "mesh_of",
+    "returns_complex",
     "sharding_of",
     "trace",
     "unsharded_along",
     "unwrap_keys",
+    "varying_like",
     "wrap_keys",
 ]
 
@@ -47,6 +50,11 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(structure, leaves)
 
     return traced
+
+
+def has_effects(fun: Callable[[], Any]) -> bool:
+    """Whether a function does anything beside computing its result, by its trace."""
+    return bool(jax.make_jaxpr(fun)().effects)
 
 
 def is_tracer(x: Any) -> bool:
@@ -71,6 +79,17 @@ def wrap_keys(x: Array, like: Any) -> Array:
     implementations: list[Any] = []
     jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(x, impl=implementations[0])
+
+
+def returns_complex(primitive: Any, avals: Iterable[Any], params: dict[str, Any]) -> bool:
+    """Whether an operation puts out complex numbers, for operands of these types."""
+    if "call_jaxpr" in params:  # A function with custom derivatives.
+        outputs = params["call_jaxpr"].out_avals
+    else:
+        outputs, _ = primitive.abstract_eval(*avals, **params)
+        outputs = outputs if primitive.multiple_results else [outputs]
+    dtypes = [x.dtype for x in outputs if hasattr(x, "dtype")]
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
@@ -100,10 +119,19 @@ def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) ->
     over which `x` varies, because a loop's carry must have the type that its body returns.
     """
     full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding_of(x))
+    return varying_like(full, x)
+
+
+def varying_like(x: Array, like: Any) -> Array:
+    """`x`, made to vary over the manual axes of a `shard_map` over which `like` varies."""
+    missing = tuple(_varying(like) - _varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying(x: Any) -> frozenset[Any]:
     # JAX 0.10 put the set of these axes into a larger object.
     manual = getattr(_type(x), "manual_axis_type", None)
-    varying = tuple(manual.varying if manual is not None else getattr(_type(x), "vma", None) or ())
-    return lax.pcast(full, varying, to="varying") if varying else full
+    return manual.varying if manual is not None else getattr(_type(x), "vma", frozenset())
 
 
 def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -112,6 +140,8 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
     A traced program knows its mesh. Outside of one, arrays over explicit mesh axes bring theirs
     along in their shardings, but JAX wants it said.
     """
+    if is_tracer(lax.full((), 0)):  # New arrays are traced: a program is being made.
+        return nullcontext()
     for x in arrays:
         if is_tracer(x) or sharding_of(x) is None or not jax.sharding.get_abstract_mesh().empty:
             continue

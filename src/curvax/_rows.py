@@ -5,20 +5,20 @@ output. How that is written decides what the loop and its derivatives cost:
 
 - A read is one `gather`. Slicing the array up before the loop instead would copy it wherever the
   chunks do not divide it. The transpose of a gather adds into the cotangent in place.
-- A write of numbers with derivatives is one `scatter_add` into an empty buffer. Its transpose
-  with respect to the buffer is the identity and to the rows a gather. The transpose of
-  `dynamic_update_slice` would copy the whole cotangent in every step.
+- A write is one `dynamic_update_slice`, or a `scatter` of separate rows, and its tangent a
+  `scatter_add` into rows that are still zero. The transpose of that is the identity for the buffer
+  and a gather for the rows. The transpose of the write itself would copy the whole cotangent in
+  every step.
 - Rows that are read are never saved for the backward pass: they are still in the array. The
   checkpoint policy `save_all_but_reads` says so, and knows our reads by their flags.
-
-Buffers start at negative zero, which is the neutral element of addition: 0.0 + (-0.0) is 0.0, but
--0.0 + x is x for every x.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+_PROMISES: Any = {"indices_are_sorted": True, "unique_indices": True, "mode": _IN_BOUNDS}
 _INDEX = jnp.int32
 
 
@@ -116,36 +117,30 @@ def read(x: Array, rows: Rows | Column, axis: int) -> Array:
         windows.starts,
         lax.GatherDimensionNumbers(windows.offset, windows.collapsed, (windows.axis,)),
         windows.shape,
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode=_IN_BOUNDS,
+        **_PROMISES,
     )
 
 
-def save_all_but_reads(primitive: Any, *_: Any, **params: Any) -> bool:
+def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Checkpoint policy: save what the backward pass needs, but read rows again from their array.
 
-    A gather with all three promises is ours; `jax.numpy` indexing makes none by itself.
+    A gather with all three promises is ours: indexing in `jax.numpy` never promises by itself that
+    its indices are in bounds. Complex numbers are computed again, because a checkpoint with a
+    policy cannot save them: it fails to limit their precision (JAX 0.9 and 0.10).
     """
-    return not (
+    is_read = (
         primitive is lax.gather_p
         and params["mode"] is _IN_BOUNDS
         and params["indices_are_sorted"]
         and params["unique_indices"]
     )
+    return not is_read and not _compat.returns_complex(primitive, avals, params)
 
 
-def allocate(length: int, row_like: Any, axis: int, *, all_written: bool = True) -> Array:
-    """A buffer for `write`: `length` rows along `axis` like the rows of `row_like`.
-
-    Rows that are never written are zero; say so with `all_written=False`.
-    """
+def allocate(length: int, row_like: Any, axis: int) -> Array:
+    """A buffer for `write`: `length` rows of zeros along `axis`, like the rows of `row_like`."""
     shape = (*row_like.shape[:axis], length, *row_like.shape[axis + 1 :])
-    neutral: complex = 0
-    if all_written and jnp.issubdtype(row_like.dtype, jnp.inexact):
-        is_complex = jnp.issubdtype(row_like.dtype, jnp.complexfloating)
-        neutral = complex(-0.0, -0.0) if is_complex else -0.0
-    return _compat.filled_like(row_like, neutral, shape)
+    return _compat.filled_like(row_like, shape=shape)
 
 
 def write(buffer: Array, value: Array, rows: Rows | Column, axis: int) -> Array:
@@ -155,16 +150,28 @@ def write(buffer: Array, value: Array, rows: Rows | Column, axis: int) -> Array:
             return value
         value = _compat.unsharded_along(value, axis)
     windows = _windows(buffer.shape, rows, axis)
-    put = lax.scatter_add if jnp.issubdtype(buffer.dtype, jnp.inexact) else lax.scatter
-    return put(
-        buffer,
-        windows.starts,
-        value,
-        lax.ScatterDimensionNumbers(windows.offset, windows.collapsed, (windows.axis,)),
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode=_IN_BOUNDS,
-    )
+    numbers = lax.ScatterDimensionNumbers(windows.offset, windows.collapsed, (windows.axis,))
+    return _write_once(numbers, buffer, windows.starts, value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _write_once(numbers: Any, buffer: Array, starts: Array, value: Array) -> Array:
+    if starts.ndim > 1:
+        return lax.scatter(buffer, starts, value, numbers, **_PROMISES)
+    (axis,) = numbers.scatter_dims_to_operand_dims
+    window = lax.expand_dims(value, numbers.inserted_window_dims)
+    return lax.dynamic_update_slice_in_dim(buffer, window, starts[0], axis)
+
+
+@_write_once.defjvp
+def _write_once_jvp(numbers: Any, primals: Any, tangents: Any) -> tuple[Array, Any]:
+    buffer, starts, value = primals
+    buffer_dot, _, value_dot = tangents
+    written = _write_once(numbers, buffer, starts, value)
+    if not jnp.issubdtype(buffer.dtype, jnp.inexact):
+        return written, buffer_dot
+    # The rows were zero before, so adding to them is as good as replacing them.
+    return written, lax.scatter_add(buffer_dot, starts, value_dot, numbers, **_PROMISES)
 
 
 def _all(rows: Rows, length: int) -> bool:

@@ -5,7 +5,7 @@ structure. The rest is the little pytree algebra that several rooms share.
 """
 
 from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 import jax
 
@@ -16,6 +16,7 @@ __all__ = ["Static", "broadcast_prefix", "leaf_name"]
 T = TypeVar("T", bound=Hashable)
 
 
+@final
 @jax.tree_util.register_static
 class Static(Generic[T]):
     """A value that JAX treats as part of the structure of a pytree, not as data.
@@ -23,7 +24,7 @@ class Static(Generic[T]):
     A `Static` has no leaves. Passed to a function under `jax.jit`, it arrives unchanged, and the
     function is traced again when a call brings one with another value. Two are equal when their
     values are equal and of one type, so that `Static(1)`, `Static(1.0)` and `Static(True)`
-    are never taken for each other.
+    are never taken for each other. Within a container, Python's own equality decides.
 
     Arguments:
         value: what to wrap. It must be hashable.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.experimental import io_callback
 
 import curvax
 from helpers import MAPPED, MAPPED_BY_NAME, assert_same, derivatives, key
@@ -142,6 +143,17 @@ def test_negative_zero_and_nan_survive():
     np.testing.assert_array_equal(result, x)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.float16])
+@pytest.mark.parametrize("order", ["strided", "contiguous"])
+def test_subnormal_numbers_survive(dtype, order):
+    x = jnp.full(5, jnp.finfo(dtype).smallest_subnormal, dtype)
+    for mapped in (
+        curvax.chunked_vmap(lambda x: x, 2),
+        curvax.micro_vmap(lambda x: x, microbatch_size=2, order=order, num_real_microbatches=3),
+    ):
+        np.testing.assert_array_equal(mapped(x), x)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_an_infinite_derivative_is_not_spoilt_by_the_short_chunk(size):
     x = jnp.array([0.0, 1.0, 0.0, 4.0, 0.0])
@@ -155,6 +167,23 @@ def test_side_effects_happen_once_for_each_example():
     curvax.chunked_vmap(fun, 2)(jnp.arange(7))
     jax.effects_barrier()
     assert sorted(seen) == list(range(7))
+
+
+def test_a_function_with_side_effects_is_differentiated():
+    shape = jax.ShapeDtypeStruct((), jnp.float64)
+    fun = lambda x, k: jnp.sin(x) * io_callback(lambda k: np.float64(k), shape, k)
+    x, k = jnp.linspace(0.0, 1.0, 7), jnp.arange(7)
+    gradient = jax.grad(lambda x: jnp.sum(curvax.chunked_vmap(fun, 3)(x, k)))(x)
+    np.testing.assert_allclose(gradient, np.cos(x) * np.arange(7))
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_python_numbers_may_be_returned(size):
+    chunked = curvax.chunked_vmap(lambda x: (x, 1.0, 2), size, out_axes=(0, None, 0))
+    first, constant, second = chunked(X)
+    np.testing.assert_array_equal(first, X)
+    assert constant == 1.0
+    np.testing.assert_array_equal(second, np.full(5, 2))
 
 
 def test_a_closed_over_tracer_is_differentiated():

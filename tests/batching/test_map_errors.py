@@ -174,8 +174,21 @@ class TestAccumulators:
 
     @pytest.mark.parametrize("kind", ["SUM", "MEAN", "RUNNING_MEAN"])
     def test_outputs_of_two_shapes_cannot_be_added(self, kind):
-        with pytest.raises(ValueError, match=r"\(2, 2\) for a microbatch of 2 .* \(1, 2\) for one"):
+        with pytest.raises(ValueError, match=r"\[2, 2\] for a microbatch of 2 .*\[1, 2\] for one"):
             curvax.microbatch(jnp.sin, 0, 2, AccumulationType[kind])(X)
+
+    @pytest.mark.parametrize("fun", [lambda x: jnp.ones(2), lambda x: x.astype(f"int{8 * len(x)}")])
+    def test_concat_wants_the_same_rows_of_every_microbatch(self, fun):
+        with pytest.raises(ValueError, match=r"curvax.microbatch: .* cannot be combined"):
+            curvax.microbatch(fun, 0, 2, AccumulationType.CONCAT)(jnp.ones(5))
+
+    @pytest.mark.parametrize("kind", ["SUM", "MEAN"])
+    def test_keys_have_no_sum(self, kind):
+        micro = curvax.micro_vmap(
+            lambda key: key, microbatch_size=2, accumulator=AccumulationType[kind]
+        )
+        with pytest.raises(TypeError, match=r"of random keys has no meaning"):
+            micro(jax.random.split(jax.random.key(0), 5))
 
     def own(self, **options):
         parts = {
@@ -213,8 +226,25 @@ class TestBatchArguments:
             curvax.microbatch(lambda x, y: x, (0, 1), 2)(X)
 
     def test_a_batch_argument_beyond_the_last_is_named(self):
-        with pytest.raises(ValueError, match=r"batch argument number 3 is missing"):
+        with pytest.raises(ValueError, match=r"batch argument 3 is missing"):
             curvax.microbatch(lambda *args: args[0], (0, 3), 2)(X, X)
+
+    @pytest.mark.parametrize("number", [-3, 2])
+    def test_a_batch_argument_out_of_range_is_named(self, number):
+        with pytest.raises(ValueError, match=rf"batch argument {number} is missing"):
+            curvax.microbatch(lambda w, y: w * y, number, 3)(1.0, X)
+
+    def test_an_omitted_batch_is_missed_unless_it_is_none_by_default(self):
+        with pytest.raises(ValueError, match=r"batch argument 'y' is missing"):
+            curvax.microbatch(lambda x, y=2.0: jnp.sum(x * y), (0, 1), 2)(X)
+
+    def test_a_batch_argument_is_named_once(self):
+        with pytest.raises(ValueError, match=r"batch argument 'x' is named twice"):
+            curvax.microbatch(lambda x: x, 0, 2, argnames="x")(X)
+
+    def test_arguments_of_one_name_are_told_apart(self):
+        with pytest.raises(ValueError, match=r"x has 5, x has 4"):
+            curvax.chunked_vmap(lambda x, /, **more: x + more["x"], 2)(X, x=Y)
 
     def test_in_axes_must_have_an_entry_for_each_batch_argument(self):
         with pytest.raises(ValueError, match=r"in_axes has 3 entries for 2 batch arguments"):

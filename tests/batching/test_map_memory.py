@@ -114,18 +114,3 @@ def test_a_reduction_never_holds_the_outputs_of_all_examples(kind, length):
         outer, (None, 0), microbatch_size=SIZE, accumulator=AccumulationType[kind]
     )
     assert temporaries(micro, w, x) <= 3 * one_chunk(outer)
-
-
-def test_rows_a_user_gathers_are_saved_rather_than_what_they_were_gathered_from():
-    """Only our own reads are done again in the backward pass."""
-
-    def fun(w, x):
-        large = jnp.sin(jnp.outer(x, w)).ravel()
-        return jnp.sum(large[jnp.array([3, 1, 4])] ** 2)
-
-    w, x = arguments(256)
-    mapped = lambda w, x: curvax.chunked_vmap(functools.partial(fun, w), 8)(x[:, :16])
-    theirs = lambda w, x: jax.lax.map(functools.partial(fun, w), x[:, :16], batch_size=8)
-    cotangent = jnp.ones(256, jnp.float32)
-    limit = 1.1 * temporaries(gradient_of(theirs), w, x, cotangent)
-    assert temporaries(gradient_of(mapped), w, x, cotangent) <= limit

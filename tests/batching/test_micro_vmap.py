@@ -227,6 +227,44 @@ def test_users_may_bring_their_own_accumulator(size, order):
     assert_same(micro(x), (largest, x[:, 1]))
 
 
+INDICES = [jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32, jnp.int64]
+
+
+@pytest.mark.parametrize("dtype", INDICES)
+def test_the_number_of_microbatches_may_be_of_any_integer_type(dtype):
+    run = jax.jit(
+        lambda number: curvax.micro_vmap(
+            lambda x: x,
+            microbatch_size=200,
+            accumulator=AccumulationType.MEAN,
+            order="contiguous",
+            num_real_microbatches=number,
+        )(jnp.arange(500.0))
+    )
+    assert run(jnp.ones((), dtype)) == 99.5
+
+
+def test_a_running_mean_of_infinity_is_infinite():
+    x = jnp.array([1.0, jnp.inf, 2.0, 3.0, 4.0])
+    micro = curvax.micro_vmap(
+        lambda x: x, microbatch_size=2, accumulator=AccumulationType.RUNNING_MEAN
+    )
+    assert micro(x) == jnp.inf
+
+
+def test_an_own_carry_may_be_a_python_number_and_use_the_index():
+    own = Accumulator(
+        init=lambda like: 0.0,
+        update=lambda carry, value, index: carry + value * index.astype(value.dtype),
+        finalize=lambda carry: carry,
+        aggregate=lambda values: jnp.sum(values),
+        uneven=True,
+    )
+    x = jnp.arange(5.0, dtype=jnp.float32)
+    micro = curvax.micro_vmap(lambda x: x, microbatch_size=2, accumulator=own, order="contiguous")
+    assert_same(micro(x), jnp.float32(0 * 1 + 1 * 5 + 2 * 4))
+
+
 def test_an_accumulator_is_told_which_microbatch_it_gets():
     history = Accumulator(
         init=lambda like: jnp.zeros((3, *like.shape), like.dtype),

@@ -10,7 +10,7 @@ import curvax
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(-3, 2))
 def test_microbatch_i_holds_every_mth_example_from_i(number, size, axis):
     x = np.moveaxis(np.arange(number * size * 6).reshape(number * size, 2, 3), 0, axis)
-    reshaped = curvax.reshape_batch_axis({"x": x}, size, axis)["x"]
+    reshaped = np.asarray(curvax.reshape_batch_axis({"x": x}, size, axis)["x"])
     place = axis % 3
     assert reshaped.shape == (*x.shape[:place], number, size, *x.shape[place + 1 :])
     for i in range(number):

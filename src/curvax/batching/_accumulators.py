@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._tree import broadcast_prefix
-from curvax._types import Carry, PyTree, Size
+from curvax._types import Array, Carry, PyTree, Size
 from curvax.batching._arguments import normal_axis
 from curvax.batching._plan import Chunk, ChunkPlan
 from curvax.batching._reducers import Collect, Mean, Prefix, Reducer, RunningMean, Same, Sum
@@ -126,6 +127,8 @@ class Reduction:
 
     def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> Reducer:
         if isinstance(kind, Accumulator):
+            if None in axes:
+                raise self._same_for_all(kind)
             return self._for_user(kind, part)
         if not isinstance(kind, AccumulationType):
             raise TypeError(
@@ -140,20 +143,25 @@ class Reduction:
         if kind is AccumulationType.CONCAT:
             return self._for_rows(like, axis)
         if axis is None:
-            raise ValueError(
-                f"{self.where}: out_axes=None says that an output is the same for every example, "
-                f"so {kind} over examples is not asked for; use CONCAT, or an axis."
-            )
+            raise self._same_for_all(kind)
+        if _compat.is_key(like):
+            raise TypeError(f"{self.where}: {kind} of random keys has no meaning; use CONCAT.")
         if kind is AccumulationType.SUM:
-            return Sum(like, self.per_example)
+            return Sum(like, self.per_example, self.where)
         if not jnp.issubdtype(like.dtype, jnp.inexact):
             raise TypeError(
                 f"{self.where}: {kind} of an output of dtype {like.dtype} has no exact result in "
                 f"that dtype. Return floating-point numbers, or use SUM."
             )
         if kind is AccumulationType.MEAN:
-            return Mean(like, self.per_example, self.plan)
-        return RunningMean(like, self.per_example)
+            return Mean(like, self.per_example, self.where, self.plan)
+        return RunningMean(like, self.per_example, self.where)
+
+    def _same_for_all(self, kind: Any) -> ValueError:
+        return ValueError(
+            f"{self.where}: out_axes=None says that an output is the same for every example, "
+            f"so {kind} over examples is not asked for; use CONCAT, or an axis."
+        )
 
     def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> Reducer:
         if axis is None:
@@ -167,7 +175,7 @@ class Reduction:
                 f"outputs that belong to the microbatch as a whole."
             )
         axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}", self.where)
-        return Collect(like, self.plan, axis, all_run=self.limit is None)
+        return Collect(like, self.where, self.plan, axis)
 
     def _for_user(self, accumulator: Accumulator, part: PyTree) -> Reducer:
         sizes = [run.size for run in self.plan.runs(self.limit)]
@@ -192,10 +200,17 @@ class _User:
     where: str
 
     def init(self) -> Carry:
-        return self.accumulator.init(jax.eval_shape(self._value, self.like))
+        value = jax.eval_shape(self._value, self.like)
+        carry = jax.tree.map(jnp.asarray, self.accumulator.init(value))
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        after = jax.eval_shape(self.accumulator.update, carry, value, index)
+        same = jax.tree.structure(carry) == jax.tree.structure(after)
+        return jax.tree.map(_adopt_type, carry, after) if same else carry
 
     def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
-        new = self.accumulator.update(carry, self._value(value), chunk.index)
+        index = jnp.asarray(chunk.index, jnp.int32)
+        new = self.accumulator.update(carry, self._value(value), index)
+        new = jax.tree.map(jnp.asarray, new)
         before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
         if before != after:
             raise TypeError(
@@ -212,5 +227,11 @@ class _User:
         return self.accumulator.aggregate(value) if self.per_example else value
 
 
-def _shape_and_dtype(x: Any) -> str:
-    return str(jax.typeof(x).str_short(short_dtypes=True))
+def _adopt_type(given: Array, returned: Any) -> Array:
+    """A number of weak type takes on the dtype that comes back, as in any loop of JAX."""
+    weak = jax.typeof(given).weak_type and given.dtype != returned.dtype
+    return _compat.varying_like(given.astype(returned.dtype) if weak else given, returned)
+
+
+def _shape_and_dtype(x: Array) -> str:
+    return f"{x.dtype}{list(x.shape)}"

@@ -24,14 +24,12 @@ __all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
 class Batch:
     """The arguments of one call, with their batched leaves set apart.
 
-    `arrays`, `axes` and `names` describe the batched leaves; `rebuild` puts arrays in their
-    places and returns `(args, kwargs)`. All other leaves stay what the caller passed, arrays or
-    not.
+    `arrays` and `axes` are those of the batched leaves; `rebuild` puts arrays in their places and
+    returns `(args, kwargs)`. All other leaves stay what the caller passed, arrays or not.
     """
 
     arrays: tuple[Array, ...]
     axes: tuple[int, ...]
-    names: tuple[str, ...]
     length: int
     rebuild: Callable[[Sequence[Array]], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -72,7 +70,7 @@ def batched_arguments(
     They are named by `argnums` and `argnames`, however they are passed. `in_axes` is one axis (or
     prefix) for all of them, or a sequence with an entry for each of `argnums`, then `argnames`.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     if isinstance(in_axes, tuple | list):
         if len(in_axes) != len(numbers) + len(names):
@@ -85,22 +83,18 @@ def batched_arguments(
     else:
         axes = [in_axes] * (len(numbers) + len(names))
 
-    positions = _positions(fun)
-    args_axes: list[Axes] = [None] * len(args)
-    kwargs_axes: dict[str, Axes] = dict.fromkeys(kwargs)
+    found: dict[int | str, Axes] = {}
     for who, axis in zip((*numbers, *names), axes, strict=True):
-        position, keyword = _locate(who, positions, len(args))
-        if position is not None and position < len(args):
-            args_axes[position] = axis
-        elif keyword is not None and keyword in kwargs:
-            kwargs_axes[keyword] = axis
-        elif keyword is None or not _has_default(fun, keyword):
-            label = repr(keyword) if keyword is not None else f"number {who}"
+        place = _locate(who, fun, len(args), kwargs, where)
+        if place in found:
             raise ValueError(
-                f"{where}: the batch argument {label} is missing: the function was called with "
-                f"{len(args)} positional arguments and the keywords {sorted(kwargs)}."
+                f"{where}: the batch argument {who!r} is named twice "
+                f"(argnums={argnums!r}, argnames={argnames!r})."
             )
-    return _batch(fun, args, kwargs, tuple(args_axes), kwargs_axes, where)
+        if place is not None:
+            found[place] = axis
+    args_axes = [found.get(i) for i in range(len(args))]
+    return _batch(fun, args, kwargs, args_axes, {k: found.get(k) for k in kwargs}, where)
 
 
 def normal_axis(axis: Any, ndim: int, what: str, where: str) -> int:
@@ -139,7 +133,7 @@ def _batch(
     arrays = tuple(_array(leaves[i], names[i], where) for i in mapped)
     for i, array in zip(mapped, arrays, strict=True):
         axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}", where)
-    lengths = {names[i]: array.shape[axes[i]] for i, array in zip(mapped, arrays, strict=True)}
+    lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(mapped, arrays, strict=True)]
     treedef = jax.tree.structure((tuple(args), dict(kwargs)))
 
     def rebuild(arrays: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,7 +145,6 @@ def _batch(
     return Batch(
         arrays=arrays,
         axes=tuple(axes[i] for i in mapped),
-        names=tuple(lengths),
         length=_common_length(lengths, where),
         rebuild=rebuild,
     )
@@ -183,19 +176,19 @@ def _array(leaf: Any, name: str, where: str) -> Array:
     return array
 
 
-def _common_length(lengths: Mapping[str, int], where: str) -> int:
+def _common_length(lengths: Sequence[tuple[str, int]], where: str) -> int:
     if not lengths:
         raise ValueError(
             f"{where}: there is nothing to map over: no argument has a batched leaf. Pass at least "
             f"one array whose axis is not None."
         )
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+    if len({length for _, length in lengths}) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths)
         raise ValueError(
             f"{where}: all batched arrays must have the same size along their batch axis, "
             f"but {listed}."
         )
-    return next(iter(lengths.values()))
+    return lengths[0][1]
 
 
 def _shape(array: Array) -> str:
@@ -217,22 +210,38 @@ def _names(fun: Fun, count: int) -> list[str]:
 
 
 def _locate(
-    who: int | str, positions: Sequence[inspect.Parameter], num_args: int
-) -> tuple[int | None, str | None]:
-    """The position and the keyword under which a batch argument may have been passed."""
+    who: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, Any], where: str
+) -> int | str | None:
+    """The position or the keyword under which a batch argument was passed.
+
+    None if it was left out and is None by default.
+    """
+    parameters = _positions(fun)
+    names = [p.name for p in parameters]
     if isinstance(who, str):
-        order = [p.name for p in positions]
-        return (order.index(who) if who in order else None), who
-    number = operator.index(who)
-    position = number if number >= 0 else number + max(num_args, len(positions))
-    named = 0 <= position < len(positions)
-    keyword = named and positions[position].kind is not inspect.Parameter.POSITIONAL_ONLY
-    return position, (positions[position].name if keyword else None)
+        position, keyword = (names.index(who) if who in names else None), who
+    else:
+        position = who if who >= 0 else who + max(num_args, len(names))
+        named = 0 <= position < len(names)
+        keyword = names[position] if named else None
+        if named and parameters[position].kind is inspect.Parameter.POSITIONAL_ONLY:
+            keyword = None
+    if position is not None and 0 <= position < num_args:
+        return position
+    if keyword is not None and keyword in kwargs:
+        return keyword
+    if keyword is not None and _defaults_to_none(fun, keyword):
+        return None
+    raise ValueError(
+        f"{where}: the batch argument {who if keyword is None else keyword!r} is missing: the "
+        f"function was called with {num_args} positional arguments and the keywords "
+        f"{sorted(kwargs)}."
+    )
 
 
-def _has_default(fun: Fun, keyword: str) -> bool:
+def _defaults_to_none(fun: Fun, keyword: str) -> bool:
     try:
         parameter = inspect.signature(fun).parameters.get(keyword)
     except (TypeError, ValueError):
         return False
-    return parameter is not None and parameter.default is not parameter.empty
+    return parameter is not None and parameter.default is None

@@ -7,6 +7,7 @@ beside the inputs and the result only one chunk exists at a time.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -49,26 +50,29 @@ def reduce_chunks(
     sources = [(plan.lay_out(x, axis), axis) for x, axis in zip(arrays, axes, strict=True)]
 
     def value_of(chunk: Chunk) -> PyTree:
-        def read_and_compute(index: Size) -> PyTree:
-            rows = Chunk(plan, chunk.run, index).rows
-            return compute([_rows.read(x, rows, axis) for x, axis in sources])
+        value = compute([_rows.read(x, chunk.rows, axis) for x, axis in sources])
+        return jax.tree.map(jnp.asarray, value)
 
+    def forgetful_value_of(chunk: Chunk) -> PyTree:
         policy = None if checkpoint else _rows.save_all_but_reads
         # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
-        alone = chunk.run.count == 1
-        return jax.checkpoint(read_and_compute, policy=policy, prevent_cse=checkpoint and alone)(
-            chunk.index
-        )
+        prevent_cse = checkpoint and chunk.run.count == 1
+        compute_at = lambda index: value_of(replace(chunk, index=index))
+        checkpointed = jax.checkpoint(compute_at, policy=policy, prevent_cse=prevent_cse)
+        return jax.tree.map(jnp.asarray, checkpointed(chunk.index))
 
     first = Chunk(plan, plan.runs()[0], 0)
     if _no_loop(plan, limit):
-        value = value_of(first) if checkpoint else compute(arrays)
+        value = forgetful_value_of(first) if checkpoint else value_of(first)
         reducer = make_reducer(jax.eval_shape(lambda: value))
         return reducer.finalize(reducer.update(reducer.init(), value, first), plan.length)
 
     with _compat.mesh_of(arrays):
-        reducer = make_reducer(jax.eval_shape(lambda: value_of(first)))
-        step = lambda carry, chunk: reducer.update(carry, value_of(chunk), chunk)
+        # JAX cannot checkpoint side effects; a function that has some remembers what it read.
+        effects = _compat.has_effects(lambda: value_of(first))
+        value_in_loop = value_of if effects and not checkpoint else forgetful_value_of
+        reducer = make_reducer(jax.eval_shape(lambda: value_in_loop(first)))
+        step = lambda carry, chunk: reducer.update(carry, value_in_loop(chunk), chunk)
         carry = _run_all(step, reducer.init(), plan, limit)
         return reducer.finalize(carry, _examples(plan, limit))
 

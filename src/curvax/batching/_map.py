@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from curvax._types import Array, Axes, PyTree, Size, VmapFn
-from curvax.batching._accumulators import AccumulationType, Reduction
+from curvax.batching._accumulators import AccumulationType, Accumulator, Reduction
 from curvax.batching._arguments import Batch
 from curvax.batching._loop import reduce_chunks, trace_once
 from curvax.batching._plan import ChunkPlan, check_limit
@@ -28,6 +28,7 @@ def map_chunks(
 ) -> PyTree:
     """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs."""
     limit = check_limit(limit, plan, where)
+    plan = _fastest(plan, accumulator, limit)
     # Examples come out along axis 0; where they go in the result is the reducer's business.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
     vectorised = vmap_fn(trace_once(example, plan, limit), batch.axes, examples_first)
@@ -45,3 +46,17 @@ def map_chunks(
         limit=limit,
         checkpoint=checkpoint,
     )
+
+
+def _fastest(plan: ChunkPlan, accumulator: PyTree, limit: Size | None) -> ChunkPlan:
+    """The plan itself, or one that gives the same result sooner.
+
+    Which examples are computed together can only be told from where a loop stops early or from an
+    accumulator that sees it run. Otherwise an uneven strided plan, whose rows are scattered, may
+    as well be contiguous. An even one keeps a sharded axis sharded.
+    """
+    told = limit is not None or any(
+        isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
+    )
+    uneven = plan.order == "strided" and len(plan.runs()) > 1
+    return ChunkPlan(plan.length, plan.size).balanced() if uneven and not told else plan

@@ -147,8 +147,7 @@ def _by_position(
     if not kwargs:
         return args, kwargs
     try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # It has no signature, or one that is not its own.
         return args, kwargs
-    bound = signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs

@@ -39,11 +39,11 @@ def micro_vmap(
     Arguments:
         fun: the function of one example.
         in_axes: as in `jax.vmap`; keyword arguments are mapped over axis 0.
-        out_axes: as in `jax.vmap`, for outputs that are concatenated; a reduced output has no
-            such axis, and what is given for it does not matter.
+        out_axes: as in `jax.vmap`, for outputs that are concatenated. A reduced output has no
+            such axis; which integer is given for it does not matter.
         microbatch_size: the most examples to compute at once. None takes all.
-        vmap_fn: a function with the signature of `jax.vmap`, called as
-            `vmap_fn(fun, in_axes, out_axes)`; for example
+        vmap_fn: a function with the signature of `jax.vmap`, called by position with a function
+            of the batched leaves alone, a tuple of their axes, and `out_axes`; for example
             `functools.partial(jax.vmap, spmd_axis_name="data")`.
         accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
             prefix of the outputs.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 
 from curvax._checks import as_integer
 from curvax._rows import Column, Rows, fold, unfold
@@ -143,7 +144,9 @@ def check_limit(limit: Any, plan: ChunkPlan, where: str) -> Size | None:
                 f"{where}: num_real_microbatches must be None, a Python integer or an integer "
                 f"scalar, got {type(limit).__name__} {limit!r}."
             )
-        return limit
+        # Narrow integers cannot hold the number of chunks, wide ones may not fit an index.
+        wide = limit.astype(jnp.int32) if limit.dtype.itemsize < 4 else limit
+        return jnp.clip(wide, 0, plan.num_chunks).astype(jnp.int32)
     if not 0 <= number <= plan.num_chunks:
         raise ValueError(
             f"{where}: num_real_microbatches={number} is out of range: {plan.length} examples in "

@@ -46,21 +46,20 @@ class Reducer(Protocol):
 class Collect:
     """Each example's output in the place of the example, along `axis` of the result.
 
-    The values have their examples along axis 0. Examples that are not run (`all_run` is False)
-    are zero.
+    The values have their examples along axis 0. Examples that are not run are zero.
     """
 
     like: Shape
+    where: str
     plan: ChunkPlan
     axis: int
-    all_run: bool
 
     def init(self) -> Array:
         rows_like = jax.eval_shape(self._rows_of, self.like)
-        buffer = _rows.allocate(self.plan.length, rows_like, self.axis, all_written=self.all_run)
-        return self.plan.lay_out(buffer, self.axis)
+        return self.plan.lay_out(_rows.allocate(self.plan.length, rows_like, self.axis), self.axis)
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check(self, value, chunk, rows=True)
         return _rows.write(carry, self._rows_of(value), chunk.rows, self.axis)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
@@ -96,12 +95,13 @@ class Sum:
 
     like: Shape
     per_example: bool
+    where: str
 
     def init(self) -> Array:
         return _compat.filled_like(jax.eval_shape(self._term, self.like))
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
-        _check_shape(self, value, chunk)
+        _check(self, value, chunk, rows=self.per_example)
         return carry + self._term(value)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
@@ -123,19 +123,20 @@ class Mean:
 
     like: Shape
     per_example: bool
+    where: str
     plan: ChunkPlan
 
     def init(self) -> Array:
         return _compat.filled_like(jax.eval_shape(self._term, self.like))
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
-        _check_shape(self, value, chunk)
+        _check(self, value, chunk, rows=self.per_example)
         term, weight = self._term(value), chunk.size / self._unit
         return carry + (term if self.per_example or weight == 1 else weight * term)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
-        weight = jnp.asarray(examples / self._unit, carry.dtype)
-        return (carry / weight).astype(self.like.dtype)
+        weight = _real(examples, carry) / self._unit
+        return (carry / weight.astype(carry.dtype)).astype(self.like.dtype)
 
     @property
     def _unit(self) -> int:
@@ -152,15 +153,16 @@ class RunningMean:
 
     like: Shape
     per_example: bool
+    where: str
 
     def init(self) -> Array:
         return _compat.filled_like(jax.eval_shape(self._term, self.like))
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
-        _check_shape(self, value, chunk)
-        seen = jnp.maximum(chunk.examples_before + chunk.size, 1)
+        _check(self, value, chunk, rows=self.per_example)
+        seen = _real(jnp.maximum(chunk.examples_before + chunk.size, 1), carry)
         share = (chunk.size / seen).astype(carry.dtype)
-        return carry + share * (self._term(value) - carry)
+        return (1 - share) * carry + share * self._term(value)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
         return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
@@ -196,14 +198,22 @@ def _wide(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if half else dtype
 
 
-def _check_shape(reducer: Sum | Mean | RunningMean, value: Array, chunk: Chunk) -> None:
-    """Chunks can only be added up if they give values of one shape."""
-    first = reducer.like.shape
-    if not reducer.per_example and value.shape != first:
+def _real(count: Size, like: Array) -> Array:
+    """A count as a real number of the precision of `like`."""
+    return jnp.asarray(count, jnp.finfo(like.dtype).dtype)
+
+
+def _check(
+    reducer: Collect | Sum | Mean | RunningMean, value: Array, chunk: Chunk, rows: bool
+) -> None:
+    """Values can only be combined if they are alike but, with `rows`, for the size of the chunk."""
+    like = reducer.like
+    expected = (chunk.size, *like.shape[1:]) if rows else like.shape
+    if value.shape != expected or value.dtype != like.dtype:
         raise ValueError(
-            f"the function returned shape {first} for a microbatch of "
-            f"{chunk.plan.runs()[0].size} examples and {value.shape} for one of {chunk.size}: "
-            f"these cannot be combined by {type(reducer).__name__}. Collect per-example outputs "
-            f"with AccumulationType.CONCAT, reduce them inside the function, or choose a "
-            f"microbatch size that divides {chunk.plan.length}."
+            f"{reducer.where}: the function returned {like.dtype}{list(like.shape)} for a "
+            f"microbatch of {chunk.plan.runs()[0].size} examples and "
+            f"{value.dtype}{list(value.shape)} for one of {chunk.size}: these cannot be combined. "
+            f"Collect per-example outputs with AccumulationType.CONCAT, reduce them inside the "
+            f"function, or choose a microbatch size that divides {chunk.plan.length}."
         )

@@ -67,7 +67,7 @@ def checkpoint_chunked_scan(
     size = check_size("chunk_size", chunk_size, where) or max(1, program.length)
     size = min(size, max(1, program.length))
     within = unroll_within(unroll, size, where)
-    outputs = Outputs(program.outputs, program.length)
+    outputs = Outputs(program, program.length)
     num_full, rest = divmod(program.length, size)
 
     def chunk(state: tuple[Carry, PyTree], time: Size, count: int, alone: bool) -> Any:

@@ -59,7 +59,8 @@ class ScanProgram:
         def read_and_call(carry: Carry, time: Size) -> tuple[Carry, PyTree]:
             return self.f(carry, self.read(time))
 
-        return read_and_call(carry, time)
+        # Without `jit`, constants come out as Python numbers.
+        return jax.tree.map(jnp.asarray, read_and_call(carry, time))
 
     def read(self, time: Size) -> PyTree:
         """What the step that runs at that time reads of `xs`."""
@@ -86,14 +87,15 @@ class ScanProgram:
 class Outputs:
     """Room for some of the outputs of a scan, along a new leading axis of `length`."""
 
-    like: PyTree
+    program: ScanProgram
     length: int
 
     def allocate(self) -> PyTree:
         """Empty buffers."""
-        numbers = jax.eval_shape(lambda tree: jax.tree.map(_compat.unwrap_keys, tree), self.like)
-        add_axis = lambda leaf: jax.eval_shape(lambda x: x[None], leaf)
-        return jax.tree.map(lambda leaf: _rows.allocate(self.length, add_axis(leaf), 0), numbers)
+        row = lambda leaf: jax.eval_shape(lambda x: _compat.unwrap_keys(x)[None], leaf)
+        rows = jax.tree.map(row, self.program.outputs)
+        with _compat.mesh_of(jax.tree.leaves((self.program.init, self.program.xs))):
+            return jax.tree.map(lambda leaf: _rows.allocate(self.length, leaf, 0), rows)
 
     def write(self, buffers: PyTree, values: PyTree, rows: _rows.Rows) -> PyTree:
         """The buffers with these rows filled in."""
@@ -102,7 +104,7 @@ class Outputs:
 
     def finish(self, buffers: PyTree) -> PyTree:
         """The collected outputs."""
-        return jax.tree.map(_compat.wrap_keys, buffers, self.like)
+        return jax.tree.map(_compat.wrap_keys, buffers, self.program.outputs)
 
 
 def unroll_within(unroll: int | bool, length: int, where: str) -> int:
@@ -111,7 +113,8 @@ def unroll_within(unroll: int | bool, length: int, where: str) -> int:
         return max(1, length) if unroll else 1
     number = as_integer(unroll)
     if number is None or number < 1:
-        raise ValueError(f"{where}: unroll must be a positive integer or a bool, got {unroll!r}.")
+        error = TypeError if number is None else ValueError
+        raise error(f"{where}: unroll must be a positive integer or a bool, got {unroll!r}.")
     return max(1, min(number, length))
 
 
@@ -129,7 +132,8 @@ def _length(xs: PyTree, length: int | None, where: str) -> int:
         raise ValueError(f"{where}: all of xs must have the same leading size, but {listed}.")
     number = None if length is None else as_integer(length)
     if length is not None and (number is None or number < 0):
-        raise ValueError(f"{where}: length must be a non-negative integer or None, got {length!r}.")
+        error = TypeError if number is None else ValueError
+        raise error(f"{where}: length must be a non-negative integer or None, got {length!r}.")
     if not sizes and number is None:
         raise ValueError(f"{where}: there is nothing to scan over: give xs, or length.")
     for name, size in sizes.items():

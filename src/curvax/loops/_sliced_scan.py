@@ -86,7 +86,7 @@ def sliced_scan(
     where = "curvax.sliced_scan"
     program = ScanProgram.of(f, init, xs, length, reverse, where)
     kept = _Kept.of(program, _bounds(start, stop, step, where))
-    outputs = Outputs(program.outputs, kept.count)
+    outputs = Outputs(program, kept.count)
     # The last kept step is a group of its own, unless as many steps follow it as the others.
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
 
