@@ -1,0 +1,1 @@
+"""Small real problems, solved with curvax; `python -m examples.demo` runs them all."""
