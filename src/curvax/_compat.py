@@ -26,6 +26,7 @@ __all__ = [
     "is_key",
     "is_tracer",
     "mesh_of",
+    "passes_through",
     "returns_complex",
     "sharding_of",
     "trace",
@@ -79,6 +80,11 @@ def wrap_keys(x: Array, like: Any) -> Array:
     implementations: list[Any] = []
     jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(x, impl=implementations[0])
+
+
+def passes_through(params: dict[str, Any]) -> bool:
+    """Whether an operation is a function with custom derivatives that computes nothing."""
+    return "call_jaxpr" in params and not params["call_jaxpr"].jaxpr.eqns
 
 
 def returns_complex(primitive: Any, avals: Iterable[Any], params: dict[str, Any]) -> bool:

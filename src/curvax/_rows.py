@@ -28,8 +28,10 @@ from curvax._types import Size
 
 __all__ = [
     "Column",
+    "Row",
     "Rows",
     "allocate",
+    "differentiated_as",
     "fold",
     "read",
     "save_all_but_reads",
@@ -49,6 +51,17 @@ class Rows:
     start: Size
     size: int
     stride: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A single row, without the axis it is taken from; `index` may be traced.
+
+    To read one row of `Rows` and drop the axis would be a second operation, whose result would be
+    saved for the backward pass.
+    """
+
+    index: Size
 
 
 @dataclass(frozen=True)
@@ -88,11 +101,13 @@ class _Windows:
     offset: tuple[int, ...]
 
 
-def _windows(shape: Sequence[int], rows: Rows | Column, axis: int) -> _Windows:
+def _windows(shape: Sequence[int], rows: Rows | Row | Column, axis: int) -> _Windows:
     every = tuple(range(len(shape)))
     if isinstance(rows, Column):
-        window = (*shape[: axis + 1], 1, *shape[axis + 2 :])
-        return _Windows(_index(rows.index)[None], window, axis + 1, (axis + 1,), every[:-1])
+        return _windows(shape, Row(rows.index), axis + 1)
+    if isinstance(rows, Row):
+        window = (*shape[:axis], 1, *shape[axis + 1 :])
+        return _Windows(_index(rows.index)[None], window, axis, (axis,), every[:-1])
     if rows.stride == 1:
         window = (*shape[:axis], rows.size, *shape[axis + 1 :])
         return _Windows(_index(rows.start)[None], window, axis, (), every)
@@ -105,11 +120,11 @@ def _index(number: Size) -> Array:
     return jnp.asarray(number, _INDEX)
 
 
-def read(x: Array, rows: Rows | Column, axis: int) -> Array:
+def read(x: Array, rows: Rows | Row | Column, axis: int) -> Array:
     """Those rows of `x` along `axis`."""
-    if isinstance(rows, Rows):
-        if _all(rows, x.shape[axis]):
-            return x
+    if isinstance(rows, Rows) and _all(rows, x.shape[axis]):
+        return x
+    if not isinstance(rows, Column):
         x = _compat.unsharded_along(x, axis)
     windows = _windows(x.shape, rows, axis)
     return lax.gather(
@@ -121,12 +136,29 @@ def read(x: Array, rows: Rows | Column, axis: int) -> Array:
     )
 
 
+@jax.custom_jvp
+def differentiated_as(value: Array, equal: Array) -> Array:
+    """`value`, with the derivative of `equal`, which is never computed unless to differentiate.
+
+    For one thing that can be read from two places, of which one is the better for its value and the
+    other for its derivative. (Derivatives of higher order may come by either way.)
+    """
+    del equal
+    return value
+
+
+@differentiated_as.defjvp
+def _differentiated_as_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
+    return primals[0], tangents[1]
+
+
 def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Checkpoint policy: save what the backward pass needs, but read rows again from their array.
 
     A gather with all three promises is ours: indexing in `jax.numpy` never promises by itself that
-    its indices are in bounds. Complex numbers are computed again, because a checkpoint with a
-    policy cannot save them: it fails to limit their precision (JAX 0.9 and 0.10).
+    its indices are in bounds. What `differentiated_as` passes through is a read, too. Complex
+    numbers are computed again, because a checkpoint with a policy cannot save them: it fails to
+    limit their precision (JAX 0.9 and 0.10).
     """
     is_read = (
         primitive is lax.gather_p
@@ -134,7 +166,9 @@ def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
         and params["indices_are_sorted"]
         and params["unique_indices"]
     )
-    return not is_read and not _compat.returns_complex(primitive, avals, params)
+    if is_read or _compat.passes_through(params):
+        return False
+    return not _compat.returns_complex(primitive, avals, params)
 
 
 def allocate(length: int, row_like: Any, axis: int) -> Array:

@@ -86,19 +86,32 @@ BODIES = [
 ]
 BODIES_BY_NAME = {body.name: body for body in BODIES}
 
-bodies = st.sampled_from(BODIES)
-lengths = st.integers(0, 12)
-unrolls = st.sampled_from([1, 2, 3, 5, 40, False, True])
-chunk_sizes = st.none() | st.integers(1, 14)
-slices = st.builds(
+# Most examples are such that something happens: several steps, several chunks, a few kept outputs.
+# The others are anything.
+bodies = st.sampled_from([*BODIES[:2], *BODIES])
+lengths = st.integers(4, 9) | st.integers(0, 12)
+unrolls = st.sampled_from([1, 2, 3, 40, False, True])
+chunk_sizes = st.integers(1, 4) | st.integers(2, 5) | st.integers(1, 14) | st.none()
+
+
+def _across(low: int | None, high: int | None, step: int | None) -> slice:
+    """The slice from a low to a high position, or back if the step is negative."""
+    return slice(high, low, step) if step is not None and step < 0 else slice(low, high, step)
+
+
+_steps = st.integers(-4, 4).filter(bool)
+_some = st.builds(_across, st.none() | st.integers(0, 3), st.none() | st.integers(-3, -1), _steps)
+_any = st.builds(
     slice,
     *[st.none() | st.integers(-15, 15)] * 2,
-    st.none() | st.integers(-6, 6).filter(bool) | st.sampled_from([-20, 20]),
+    st.none() | _steps | st.sampled_from([-20, 20]),
 )
+slices = _some | _some | _any
 
-# Each example of a derivative costs a compilation of two seconds or so, more if steps are unrolled.
-expensive = settings(max_examples=max(1, settings.default.max_examples // 5))
-short_lengths = st.integers(0, 7)
+# Each example costs a compilation, of a second or two for derivatives.
+costly = settings(max_examples=max(1, settings.default.max_examples // 2))
+expensive = settings(max_examples=max(1, settings.default.max_examples // 6))
+short_lengths = st.integers(3, 8)
 few_unrolls = st.integers(1, 2)
 
 

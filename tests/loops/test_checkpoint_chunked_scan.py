@@ -3,7 +3,7 @@
 import functools
 
 import jax
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from curvax import checkpoint_chunked_scan
 from helpers import assert_same
@@ -12,6 +12,7 @@ from loops.bodies import (
     all_derivatives,
     bodies,
     chunk_sizes,
+    costly,
     expensive,
     few_unrolls,
     first_derivatives,
@@ -20,12 +21,15 @@ from loops.bodies import (
     unrolls,
 )
 
+TREE = BODIES_BY_NAME["tree"]
+
 
 @functools.cache
 def full_scan(name, length, reverse):
     return jax.jit(BODIES_BY_NAME[name].through(jax.lax.scan, length, reverse))
 
 
+@costly
 @given(
     body=bodies,
     length=lengths,
@@ -34,6 +38,9 @@ def full_scan(name, length, reverse):
     unroll=unrolls,
     give_length=st.booleans(),
 )
+@example(body=TREE, length=0, size=3, reverse=False, unroll=1, give_length=False)
+@example(body=TREE, length=12, size=5, reverse=True, unroll=2, give_length=False)
+@example(body=TREE, length=12, size=3, reverse=True, unroll=True, give_length=False)
 def test_values_equal_those_of_scan(body, length, size, reverse, unroll, give_length):
     args = body.arguments(length)
     given_length = length if give_length or body.x is None else None
@@ -45,6 +52,7 @@ def test_values_equal_those_of_scan(body, length, size, reverse, unroll, give_le
 @given(
     body=bodies, length=short_lengths, size=chunk_sizes, reverse=st.booleans(), unroll=few_unrolls
 )
+@example(body=TREE, length=8, size=3, reverse=True, unroll=2)
 def test_derivatives_equal_those_of_scan(body, length, size, reverse, unroll):
     args = body.arguments(length)
     loop = body.through(checkpoint_chunked_scan, length, reverse, unroll, chunk_size=size)

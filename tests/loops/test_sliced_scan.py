@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from curvax import sliced_scan
 from curvax.loops._program import ScanProgram
-from curvax.loops._sliced_scan import _FEW, _Kept
+from curvax.loops._sliced_scan import _Kept
 from helpers import assert_same
 from loops.bodies import (
     BODIES_BY_NAME,
     all_derivatives,
     bodies,
     bounds,
+    costly,
     expensive,
     few_unrolls,
     first_derivatives,
@@ -28,12 +29,15 @@ from loops.bodies import (
     unrolls,
 )
 
+TREE = BODIES_BY_NAME["tree"]
+
 
 @functools.cache
 def full_scan(name, length, reverse):
     return jax.jit(BODIES_BY_NAME[name].through(jax.lax.scan, length, reverse))
 
 
+@costly
 @given(
     body=bodies,
     length=lengths,
@@ -42,6 +46,9 @@ def full_scan(name, length, reverse):
     unroll=unrolls,
     give_length=st.booleans(),
 )
+@example(body=TREE, length=0, kept=slice(None), reverse=False, unroll=1, give_length=False)
+@example(body=TREE, length=12, kept=slice(-2, 1, -3), reverse=True, unroll=5, give_length=False)
+@example(body=TREE, length=12, kept=slice(1, -2, 3), reverse=True, unroll=True, give_length=False)
 def test_values_equal_the_scan_then_slice(body, length, kept, reverse, unroll, give_length):
     args = body.arguments(length)
     given_length = length if give_length or body.x is None else None
@@ -63,7 +70,7 @@ def test_derivatives_equal_those_of_the_scan_then_slice(body, length, kept, reve
     ("length", "reverse", "kept"),
     [
         (11, False, slice(1, 9, 3)),
-        (2 * _FEW + 7, True, slice(-2, None, -2)),
+        (13, True, slice(-2, None, -2)),
     ],
 )
 def test_first_derivatives_by_themselves(length, reverse, kept):

@@ -2,8 +2,7 @@
 
 `ScanProgram` numbers the steps in the order in which they run, so that the loops built on it need
 not think about `reverse`: step t reads and writes position t, or `length - 1 - t`. It reads `xs`
-in place (`curvax._rows`) wherever the loop stands, so they are not copied to be scanned over. A
-loop may ask for a copy of a part.
+in place (`curvax._rows`) wherever the loop stands, so they are not copied to be scanned over.
 """
 
 from collections.abc import Callable
@@ -33,7 +32,8 @@ class ScanProgram:
     """`f` over `length` steps from `init`, as in `jax.lax.scan`.
 
     `f` is traced once for all the loops that call it. `init` has the types that `f` returns.
-    `outputs` are the shapes of what one step puts out.
+    `outputs` are the shapes of what one step puts out. `span` are rows of `xs` from some position
+    on, by way of which the derivative with respect to `xs` goes.
     """
 
     f: Body
@@ -42,6 +42,7 @@ class ScanProgram:
     length: int
     reverse: bool
     outputs: PyTree
+    span: tuple[Size, PyTree] | None = None
 
     @classmethod
     def of(
@@ -64,19 +65,39 @@ class ScanProgram:
 
     def read(self, time: Size) -> PyTree:
         """What the step that runs at that time reads of `xs`."""
-        rows = self.rows(time, 1)
-        return jax.tree.map(lambda leaf: jnp.squeeze(_rows.read(leaf, rows, 0), 0), self.xs)
+        position = self.rows(time, 1).start
+        row = lambda leaf, index: _rows.read(leaf, _rows.Row(index), 0)
+        if self.span is None:
+            return jax.tree.map(lambda leaf: row(leaf, position), self.xs)
+        start, span = self.span
 
-    def part(self, time: Size, count: int) -> "ScanProgram":
-        """`count` successive steps from that time on, with a copy of their rows of `xs`."""
-        rows = self.rows(time, count)
-        xs = jax.tree.map(lambda leaf: _rows.read(leaf, rows, 0), self.xs)
-        return replace(self, xs=xs, length=count)
+        def row_in_span(leaf: Array, spanned: Array) -> Array:
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                return row(leaf, position)
+            value = row(leaf, position)
+            return _rows.differentiated_as(value, row(spanned, position - start))
+
+        return jax.tree.map(row_in_span, self.xs, span)
+
+    def within(self, time: Size, count: int) -> "ScanProgram":
+        """The program for use in a loop over `count` successive steps from that time on.
+
+        The gradient with respect to `xs` adds up an array like what it read from, once for each
+        loop that does so. That has to be the rows that a loop can read, not all of `xs`: else
+        many loops, one after the other or inside of another, would take quadratic time. The values
+        still come from `xs`, in place.
+        """
+        if self.span is not None:
+            return self
+        return replace(self, span=(self.rows(time, count).start, self._part(time, count)))
 
     def steps(self, carry: Carry, time: Size, count: int, unroll: int) -> tuple[Carry, PyTree]:
         """`count` successive steps from that time on, and all they put out, by position."""
-        xs = self.part(time, count).xs
-        return lax.scan(self.f, carry, xs, count, self.reverse, unroll)
+        return lax.scan(self.f, carry, self._part(time, count), count, self.reverse, unroll)
+
+    def _part(self, time: Size, count: int) -> PyTree:
+        rows = self.rows(time, count)
+        return jax.tree.map(lambda leaf: _rows.read(leaf, rows, 0), self.xs)
 
     def rows(self, time: Size, count: int) -> _rows.Rows:
         """The positions of `count` successive steps from that time on."""

@@ -24,14 +24,6 @@ __all__ = ["sliced_scan"]
 State: TypeAlias = tuple[Carry, PyTree]
 """Of the loop over groups: the carry, and the buffers for the kept outputs."""
 
-_FEW = 32
-"""Up to so many groups read `xs` row by row, more of them their rows at once.
-
-The gradient with respect to `xs` adds up an array like `xs` over each loop that reads from it. For
-a loop inside a group that is one for each group, so many groups would take quadratic time. Rows
-that a group reads before its loop cost room for as many rows: little, where groups are many.
-"""
-
 
 def sliced_scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
@@ -91,9 +83,14 @@ def sliced_scan(
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
 
     def skip(program: ScanProgram, carry: Carry, time: Size, count: int) -> Carry:
-        body = lambda carry, offset: (program.step(carry, time + offset)[0], None)
         within = unroll_within(unroll, count, where)
-        return lax.scan(body, carry, jnp.arange(count), unroll=within)[0] if count else carry
+        if not count:
+            return carry
+        part = program.within(time, count)
+        body = lambda carry, offset: (part.step(carry, time + offset)[0], None)
+        return lax.scan(body, carry, jnp.arange(count), unroll=unroll_within(unroll, count, where))[
+            0
+        ]
 
     def keep(program: ScanProgram, state: State, time: Size, number: Size) -> State:
         carry, buffers = state
@@ -103,9 +100,9 @@ def sliced_scan(
 
     @save_all_but_reads
     def run_group(state: State, time: Size, number: Size) -> State:
-        part, start = (program.part(time, kept.gap), 0) if groups > _FEW else (program, time)
-        carry, buffers = keep(part, state, start, number)
-        return skip(part, carry, start + 1, kept.gap - 1), buffers
+        inner = program.within(time, kept.gap)
+        carry, buffers = keep(inner, state, time, number)
+        return skip(inner, carry, time + 1, kept.gap - 1), buffers
 
     def group(state: State, number: Size) -> tuple[State, None]:
         return run_group(state, kept.first + number * kept.gap, number), None
