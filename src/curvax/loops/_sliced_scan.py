@@ -88,9 +88,7 @@ def sliced_scan(
             return carry
         part = program.within(time, count)
         body = lambda carry, offset: (part.step(carry, time + offset)[0], None)
-        return lax.scan(body, carry, jnp.arange(count), unroll=unroll_within(unroll, count, where))[
-            0
-        ]
+        return lax.scan(body, carry, jnp.arange(count), unroll=within)[0]
 
     def keep(program: ScanProgram, state: State, time: Size, number: Size) -> State:
         carry, buffers = state
