@@ -135,9 +135,10 @@ def varying_like(x: Array, like: Any) -> Array:
 
 
 def _varying(x: Any) -> frozenset[Any]:
-    # JAX 0.10 put the set of these axes into a larger object.
+    # JAX 0.10 put the set of these axes into a larger object; in 0.9 a mere shape may have None.
     manual = getattr(_type(x), "manual_axis_type", None)
-    return manual.varying if manual is not None else getattr(_type(x), "vma", frozenset())
+    found = manual.varying if manual is not None else getattr(_type(x), "vma", None)
+    return found or frozenset()
 
 
 def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
