@@ -141,7 +141,7 @@ def differentiated_as(value: Array, equal: Array) -> Array:
     """`value`, with the derivative of `equal`, which is never computed unless to differentiate.
 
     For one thing that can be read from two places, of which one is the better for its value and the
-    other for its derivative. (Derivatives of higher order may come by either way.)
+    other for its derivative.
     """
     del equal
     return value
@@ -149,7 +149,7 @@ def differentiated_as(value: Array, equal: Array) -> Array:
 
 @differentiated_as.defjvp
 def _differentiated_as_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
-    return primals[0], tangents[1]
+    return differentiated_as(*primals), tangents[1]
 
 
 def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:

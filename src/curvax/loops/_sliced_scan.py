@@ -77,7 +77,11 @@ def sliced_scan(
     """
     where = "curvax.sliced_scan"
     program = ScanProgram.of(f, init, xs, length, reverse, where)
-    kept = _Kept.of(program, _bounds(start, stop, step, where))
+    bounds = _bounds(start, stop, step, where)
+    if range(program.length)[bounds] == range(program.length):  # All are kept.
+        within = unroll_within(unroll, program.length, where)
+        return program.steps(program.init, 0, program.length, within)
+    kept = _Kept.of(program, bounds)
     outputs = Outputs(program, kept.count)
     # The last kept step is a group of its own, unless as many steps follow it as the others.
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
