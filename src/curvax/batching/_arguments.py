@@ -221,7 +221,8 @@ def _locate(
     if isinstance(who, str):
         position, keyword = (names.index(who) if who in names else None), who
     else:
-        position = who if who >= 0 else who + max(num_args, len(names))
+        count = max(num_args, len(names)) if kwargs else num_args
+        position = who if who >= 0 else who + count
         named = 0 <= position < len(names)
         keyword = names[position] if named else None
         if named and parameters[position].kind is inspect.Parameter.POSITIONAL_ONLY:
