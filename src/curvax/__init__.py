@@ -16,5 +16,15 @@ from curvax.batching import (
 )
 from curvax.loops import (
     checkpoint_chunked_scan as checkpoint_chunked_scan,
+    checkpointed_scan as checkpointed_scan,
     sliced_scan as sliced_scan,
+)
+from curvax.memory import (
+    MemoryBudgetError as MemoryBudgetError,
+    MemoryPlan as MemoryPlan,
+    MemoryUsage as MemoryUsage,
+    available_memory as available_memory,
+    memory_usage as memory_usage,
+    parse_memory as parse_memory,
+    plan_batch_size as plan_batch_size,
 )

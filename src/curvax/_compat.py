@@ -9,7 +9,8 @@ into its type, and then JAX refuses an operation whose result it would have to c
 `sharding_of`, `unsharded_along`, `filled_like` and `mesh_of` are what loops need to live with that.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,19 +18,29 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 __all__ = [
+    "as_function",
+    "as_program",
+    "default_device",
     "filled_like",
     "has_effects",
+    "is_jitted",
     "is_key",
+    "is_literal",
     "is_tracer",
     "mesh_of",
     "passes_through",
     "returns_complex",
+    "shape_of",
     "sharding_of",
     "trace",
+    "trace_with_constants",
+    "tracing_context",
+    "true_account",
     "unsharded_along",
     "unwrap_keys",
     "varying_like",
@@ -51,6 +62,75 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(structure, leaves)
 
     return traced
+
+
+def trace_with_constants(
+    fun: Callable[..., Any], *args: Any
+) -> tuple[Callable[..., Any], list[Any], Any]:
+    """`fun` traced for arguments like these, what it closed over, and the shapes of its result.
+
+    The first takes those constants, then the leaves of the arguments, and returns the leaves of
+    the result. Constants are arrays, or tracers of the transformation in which this is called.
+    """
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    count = len(program.consts)
+
+    def traced(*leaves: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(program.jaxpr, leaves[:count], *leaves[count:])
+
+    return traced, program.consts, shapes
+
+
+def tracing_context() -> Any:
+    """What beside its arguments decides how a function is traced; to be compared only."""
+    settings: Any = jax.config
+    mesh = jax.sharding.get_abstract_mesh()
+    names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "default_prng_impl")
+    names += ("numpy_rank_promotion", "debug_nans", "threefry_partitionable")
+    return default_device(), mesh, *(getattr(settings, f"jax_{name}", None) for name in names)
+
+
+@functools.cache
+def true_account(platform: str) -> dict[str, Any]:
+    """Compiler options with which a compiled program tells all the memory it needs.
+
+    On CPU, XLA of JAX 0.10 may turn a chain of matrix products into one library call whose scratch
+    memory is in no account. Older ones have no such calls, and do not know the option.
+    """
+    options: Any = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if platform != "cpu":
+        return {}
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.jit(lambda x: x).lower(scalar).compile(options)
+    except Exception:  # noqa: BLE001  Which one it is depends on the version.
+        return {}
+    return options
+
+
+def default_device() -> Any:
+    """The device on which JAX computes by default."""
+    settings: Any = jax.config
+    device = settings.jax_default_device  # A device, the name of a platform, or None.
+    if device is None or isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device
+
+
+def is_jitted(fun: Any) -> bool:
+    """Whether a function comes from `jax.jit`."""
+    return all(hasattr(fun, name) for name in ("trace", "lower", "__wrapped__"))
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """What a program has to know of an argument, be it an array, a tracer, a number or a shape."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    kind = jax.typeof(x)
+    sharding = sharding_of(x)
+    if sharding is None and isinstance(x, jax.Array) and not is_tracer(x) and x.committed:
+        sharding = x.sharding
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 def has_effects(fun: Callable[[], Any]) -> bool:
@@ -158,3 +238,23 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
 
 def _type(x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+
+
+def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
+    """`x` as a jaxpr and its constants if it is one, closed or not; else None.
+
+    Programs inside of programs are found by it wherever an operation's parameters keep them.
+    """
+    if isinstance(x, ClosedJaxpr):
+        return x.jaxpr, x.consts
+    return (x, ()) if isinstance(x, Jaxpr) else None
+
+
+def as_function(program: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of leaves."""
+    return lambda *leaves: jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+
+
+def is_literal(x: Any) -> bool:
+    """Whether what an operation reads is a value written into the program, not a variable."""
+    return isinstance(x, Literal)

@@ -147,6 +147,6 @@ def test_an_empty_batch_is_one_empty_microbatch():
 def test_negative_argnums_count_from_the_last_argument_of_the_call():
     f = lambda a, b, c=None: b.sum() if c is None else (b * c).sum()
     b, c = jnp.arange(5.0), jnp.arange(1.0, 6.0)
-    assert microbatch(f, -1, 2)(1.0, b) == b.sum()
-    assert microbatch(f, (-1, -2), 2)(1.0, b, c) == b @ c
-    assert microbatch(f, (-1, -2), 2)(1.0, b=b, c=c) == b @ c
+    assert curvax.microbatch(f, -1, 2)(1.0, b) == b.sum()
+    assert curvax.microbatch(f, (-1, -2), 2)(1.0, b, c) == b @ c
+    assert curvax.microbatch(f, (-1, -2), 2)(1.0, b=b, c=c) == b @ c

@@ -1,6 +1,6 @@
 """Scan bodies that the tests of the loops share, and what the loops are compared with.
 
-A new line in `BODIES` joins the property tests of both loops.
+A new line in `BODIES` joins the property tests of all loops.
 """
 
 import functools
@@ -91,6 +91,7 @@ BODIES_BY_NAME = {body.name: body for body in BODIES}
 bodies = st.sampled_from([*BODIES[:2], *BODIES])
 lengths = st.integers(4, 9) | st.integers(0, 12)
 unrolls = st.sampled_from([1, 2, 3, 40, False, True])
+depths = st.integers(1, 4)
 chunk_sizes = st.integers(1, 4) | st.integers(2, 5) | st.integers(1, 14) | st.none()
 
 
@@ -182,10 +183,16 @@ def _chunked(size: int) -> Loop:
     return Loop(functools.partial(curvax.checkpoint_chunked_scan, chunk_size=size), jax.lax.scan)
 
 
+def _nested(levels: int) -> Loop:
+    return Loop(functools.partial(curvax.checkpointed_scan, levels=levels), jax.lax.scan)
+
+
 # For tests of ten steps: some before the first kept output, between, and after the last, which are
-# wanted in the opposite order; a size that does not divide the length.
+# wanted in the opposite order; a size that does not divide the length; loops of 2, 2 and 3 rounds,
+# of which the first ends early.
 LOOPS = {
     "sliced_scan": _sliced(start=-2, stop=1, step=-3),
     "checkpoint_chunked_scan": _chunked(4),
+    "checkpointed_scan": _nested(3),
 }
 each_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

@@ -13,6 +13,7 @@ import curvax
 LOOPS = {
     "sliced_scan": curvax.sliced_scan,
     "checkpoint_chunked_scan": curvax.checkpoint_chunked_scan,
+    "checkpointed_scan": curvax.checkpointed_scan,
 }
 XS = jnp.linspace(0.0, 1.0, 5)
 
@@ -101,6 +102,25 @@ class TestChunkSize:
     def test_it_must_be_known(self):
         run = lambda size: curvax.checkpoint_chunked_scan(body, 0.0, XS, chunk_size=size)
         with pytest.raises(TypeError, match=r"chunk_size must be a Python integer, got \w*Tracer"):
+            jax.jit(run)(2)
+
+
+class TestLevels:
+    @pytest.mark.parametrize("levels", [0, -3])
+    def test_there_is_at_least_one(self, levels):
+        words = rf"^curvax\.checkpointed_scan: levels must be at least 1, got {levels}"
+        with pytest.raises(ValueError, match=words):
+            curvax.checkpointed_scan(body, 0.0, XS, levels=levels)
+
+    @pytest.mark.parametrize("levels", [2.0, True, "2"])
+    def test_their_number_is_an_integer(self, levels):
+        words = rf"levels must be a Python integer, got {type(levels).__name__} {levels!r}"
+        with pytest.raises(TypeError, match=words):
+            curvax.checkpointed_scan(body, 0.0, XS, levels=levels)
+
+    def test_their_number_must_be_known(self):
+        run = lambda levels: curvax.checkpointed_scan(body, 0.0, XS, levels=levels)
+        with pytest.raises(TypeError, match=r"levels must be a Python integer, got \w*Tracer"):
             jax.jit(run)(2)
 
 

@@ -6,4 +6,5 @@
 from curvax.loops._checkpoint_chunked_scan import (
     checkpoint_chunked_scan as checkpoint_chunked_scan,
 )
+from curvax.loops._checkpointed_scan import checkpointed_scan as checkpointed_scan
 from curvax.loops._sliced_scan import sliced_scan as sliced_scan

@@ -1,0 +1,230 @@
+"""`checkpointed_scan`: scans inside of scans, so that a gradient remembers very little of each.
+
+A loop of N steps is a loop of n₁ rounds, each of them a loop of n₂ rounds, and so on down to nₖ
+steps. Every round is checkpointed: the gradient remembers the carry it starts from, and runs the
+round again when it gets there. At any time it holds the carries of one loop at each level, and the
+steps of one innermost loop: n₁ + n₂ + … + nₖ in place of their product, for k - 1 more forward
+passes.
+
+A number of steps that is not such a product is written like a number in a mixed base. With
+lengths (10, 10, 10), 987 steps are 9 rounds of 100 steps, then 8 rounds of 10, then 7 steps. Each
+digit is one nest of loops, so there are at most k bodies to compile and no step is padded. Only
+the first digit keeps as many carries as it has rounds; each other one is a checkpoint of its own.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax import _rows
+from curvax._checks import check_size
+from curvax._types import Array, Carry, PyTree, Size
+from curvax.loops._program import Outputs, ScanProgram, unroll_within
+
+__all__ = ["checkpointed_scan", "nested_lengths", "run_nested"]
+
+DEFAULT_LEVELS = 2
+
+State: TypeAlias = tuple[Carry, PyTree]
+"""Of the outermost loop: the carry, and the buffers for the outputs."""
+
+
+def checkpointed_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: PyTree,
+    xs: PyTree,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    levels: int | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Scan, with checkpoints inside of checkpoints.
+
+    Equal to
+
+        jax.lax.scan(f, init, xs, length, reverse, unroll)
+
+    except for what its gradient remembers. N steps are run as scans nested `levels` deep, each of
+    about N^(1/levels) rounds, and the gradient holds the carries of one scan at each level and the
+    steps of one innermost scan: O(levels · N^(1/levels)) instead of O(N), for `levels - 1` more
+    forward passes. Forward mode and second derivatives work too.
+
+    One level is `jax.lax.scan`, which remembers every step. Two are `checkpoint_chunked_scan` with
+    chunks of about √N. The gradient with respect to `xs` is as large as `xs`, and adds up the rows
+    of one round at a time.
+
+    Arguments:
+        f: the body, `(carry, x) -> (carry, y)`. It is traced once.
+        init: the first carry.
+        xs: what to scan over, along leading axes, or None.
+        length: the number of steps; needed if `xs` has no leaves.
+        reverse: run from the last position to the first.
+        unroll: the most steps to unroll in the innermost loop.
+        levels: how deep the scans are nested. None is two levels. The number of steps need not be
+            a power or a product of anything; few steps may need fewer levels than that.
+
+    Returns:
+        The last carry, and all outputs.
+
+    Raises:
+        ValueError: if sizes disagree, or `levels` is not positive.
+        TypeError: if the body changes the type of the carry, or a number is no integer.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from curvax import checkpointed_scan
+        >>> decay = lambda rate: checkpointed_scan(
+        ...     lambda y, _: (y - rate * y, None), 1.0, None, length=100, levels=3
+        ... )[0]
+        >>> round(float(jax.grad(decay)(0.01)), 3)  # -100 * 0.99**99
+        -36.973
+    """
+    where = "curvax.checkpointed_scan"
+    program = ScanProgram.of(f, init, xs, length, reverse, where)
+    levels = check_size("levels", levels, where) or DEFAULT_LEVELS
+    return run_nested(program, nested_lengths(program.length, levels), unroll, where)
+
+
+def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
+    """The lengths of at most `levels` nested loops over so many steps, outermost first.
+
+    They are about equal, which makes their sum small. Among lengths within a quarter of that one
+    is preferred that leaves no remainder, which would be one more body to compile. Else the product
+    exceeds `length`, and the outermost loop ends early.
+    """
+    inner: list[int] = []
+    for level in range(levels, 1, -1):
+        if length <= 1:
+            break
+        root = _root(length, level)
+        near = range(-(-4 * root // 5), 5 * root // 4 + 1)
+        divisors = [size for size in near if size > 1 and length % size == 0]
+        inner.append(min(divisors, key=lambda size: abs(size - root), default=root))
+        length = -(-length // inner[-1])
+    if length > 1 or not inner:
+        inner.append(max(1, length))
+    return tuple(reversed(inner))
+
+
+def _root(number: int, degree: int) -> int:
+    """The least integer whose power of that degree is at least a positive number."""
+    root = max(1, round(number ** (1 / degree)) - 1)
+    while root**degree < number:
+        root += 1
+    return root
+
+
+def run_nested(
+    program: ScanProgram, lengths: tuple[int, ...], unroll: int | bool, where: str
+) -> tuple[Carry, PyTree]:
+    """All steps of a program, in nested loops of these lengths, outermost first.
+
+    The first length is only a guide: the outermost loop has as many rounds as the steps fill, be it
+    more or fewer. What is left runs after it.
+    """
+    unroll_within(unroll, program.length, where)
+    nest = _Nest(lengths, unroll, where)
+    if len(lengths) == 1:
+        return nest.run(program, program.init, 0, 0, program.length)
+    outputs = Outputs(program, program.length)
+
+    # Only at the top are outputs written into buffers: further down no steps are left over, and
+    # stacked outputs are in their places.
+    def run_and_write(
+        program: ScanProgram, state: State, time: Size, depth: int, count: int, alone: bool
+    ) -> State:
+        carry, buffers = state
+        run = jax.checkpoint(
+            lambda carry, time: nest.run(program, carry, time, depth, count), prevent_cse=alone
+        )
+        carry, ys = run(carry, time)
+        return carry, outputs.write(buffers, ys, program.rows(time, count * nest.size(depth)))
+
+    rounds, rest = divmod(program.length, nest.size(0))
+    state = program.init, outputs.allocate()
+    if rounds == 1:
+        state = run_and_write(program, state, 0, 1, lengths[1], alone=True)
+    elif rounds:
+        body = lambda state, time: (
+            run_and_write(program, state, time, 1, lengths[1], alone=False),
+            None,
+        )
+        state = lax.scan(body, state, nest.size(0) * jnp.arange(rounds))[0]
+    last = program
+    for depth in range(1, len(lengths)):
+        if not rest:
+            break
+        # By way of what is left, or the gradient would add up an array like `xs` for every digit.
+        done = program.length - rest
+        last, _ = _narrowed(last, done, rest)
+        count, rest = divmod(rest, nest.size(depth))
+        if count:
+            state = run_and_write(last, state, done, depth, count, alone=True)
+    carry, buffers = state
+    return carry, outputs.finish(buffers)
+
+
+@dataclass(frozen=True)
+class _Nest:
+    """Loops inside of loops, of these lengths, outermost first."""
+
+    lengths: tuple[int, ...]
+    unroll: int | bool
+    where: str
+
+    def size(self, depth: int) -> int:
+        """The steps that one round of the loop at that depth takes."""
+        return math.prod(self.lengths[depth + 1 :])
+
+    def run(
+        self, program: ScanProgram, carry: Carry, time: Size, depth: int, count: int
+    ) -> tuple[Carry, PyTree]:
+        """`count` rounds of the loop at that depth, and all they put out, by position."""
+        within, xs = _narrowed(program, time, count * self.size(depth))
+        if depth == len(self.lengths) - 1:
+            most = unroll_within(self.unroll, count, self.where)
+            return lax.scan(program.f, carry, xs, count, program.reverse, most)
+        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
+        run_round = jax.checkpoint(
+            lambda carry, time: self.run(within, carry, time, depth + 1, self.lengths[depth + 1]),
+            prevent_cse=count == 1,
+        )
+        if count == 1:
+            return run_round(carry, time)
+        times = time + self.size(depth) * jnp.arange(count)
+        # Scanned over by position, so that outputs are stacked by position.
+        times = times[::-1] if program.reverse else times
+        carry, ys = lax.scan(run_round, carry, times, reverse=program.reverse)
+        return carry, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), ys)
+
+
+def _narrowed(program: ScanProgram, time: Size, count: int) -> tuple[ScanProgram, PyTree]:
+    """The program for use in a loop over so many successive steps, and what these read of `xs`.
+
+    The derivative with respect to `xs` goes by way of the rows of each enclosing loop in turn, for
+    the reason that `ScanProgram.within` gives. The values come from `xs` in place: only the
+    innermost loop makes use of the rows, so only there are they read.
+    """
+    if program.span is None:
+        narrowed = program.within(time, count)
+    else:
+        begin, span = program.span
+        rows = program.rows(time, count)
+        rows_of_span = _rows.Rows(rows.start - begin, count)
+
+        def read(leaf: Array, spanned: Array) -> Array:
+            value = _rows.read(leaf, rows, 0)
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                return value
+            return _rows.differentiated_as(value, _rows.read(spanned, rows_of_span, 0))
+
+        narrowed = replace(program, span=(rows.start, jax.tree.map(read, program.xs, span)))
+    assert narrowed.span is not None
+    return narrowed, narrowed.span[1]

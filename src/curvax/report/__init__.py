@@ -1,0 +1,3 @@
+"""Tables and plots of results. It reads them only; a result's `plot()` imports it when called."""
+
+from curvax.report._memory import plot_memory_plan as plot_memory_plan
