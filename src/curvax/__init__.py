@@ -27,4 +27,5 @@ from curvax.memory import (
     memory_usage as memory_usage,
     parse_memory as parse_memory,
     plan_batch_size as plan_batch_size,
+    recorded_plans as recorded_plans,
 )

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -32,6 +33,7 @@ __all__ = [
     "is_key",
     "is_literal",
     "is_tracer",
+    "made_up",
     "mesh_of",
     "passes_through",
     "returns_complex",
@@ -131,6 +133,16 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     if sharding is None and isinstance(x, jax.Array) and not is_tracer(x) and x.committed:
         sharding = x.sharding
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
+def made_up(shape: Any) -> Any:
+    """A concrete array of such a shape, inside of transformations too: ones, zeros, or keys."""
+    if not is_key(shape):
+        value = np.ones if jnp.issubdtype(shape.dtype, jnp.inexact) else np.zeros
+        return value(shape.shape, shape.dtype)
+    with jax.ensure_compile_time_eval():
+        one = jax.random.key(0, impl=str(jax.random.key_impl(shape)))
+        return jnp.broadcast_to(one, shape.shape)
 
 
 def has_effects(fun: Callable[[], Any]) -> bool:

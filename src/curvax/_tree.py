@@ -11,7 +11,7 @@ import jax
 
 from curvax._types import PyTree
 
-__all__ = ["Static", "broadcast_prefix", "leaf_name"]
+__all__ = ["Same", "Static", "as_key", "broadcast_prefix", "leaf_name"]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -94,3 +94,36 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree) -> list[Any]:
 def leaf_name(name: str, path: tuple[Any, ...]) -> str:
     """How an error message calls the leaf at `path` below the argument called `name`."""
     return name + jax.tree_util.keystr(path)
+
+
+@final
+class Same:
+    """A key that is equal only to one made of the very same object, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def as_key(tree: PyTree) -> Hashable:
+    """A pytree as a key: by its structure, and the values of its leaves where they have one.
+
+    Leaves that cannot be hashed are themselves only. Numbers of different types are different.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(map(_leaf_key, leaves))
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    try:
+        hash(leaf)
+    except TypeError:
+        return Same(leaf)
+    return type(leaf), leaf

@@ -1,13 +1,16 @@
 """`chunked_vmap`: `jax.vmap`, a chunk at a time."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Axes, Fun
 from curvax.batching._arguments import mapped_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan
+from curvax.batching._plan import ChunkPlan, contiguous_sizes
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["chunked_vmap"]
 
@@ -19,6 +22,9 @@ def chunked_vmap(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     checkpoint: bool = False,
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "value",
+    objective: Objective = "memory",
 ) -> Fun:
     """Vectorise `fun` over an axis of its arguments, at most `chunk_size` examples at a time.
 
@@ -39,15 +45,22 @@ def chunked_vmap(
             of these. Keyword arguments are mapped over axis 0.
         out_axes: as in `jax.vmap`.
         checkpoint: recompute each chunk in the backward pass.
+        memory_budget: bytes, in place of `chunk_size`, in any form that `parse_memory` takes. The
+            largest chunk is taken with which a call, compiled by itself, allocates no more.
+        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
+            with respect to all arrays that it depends on.
+        objective: "memory" takes the largest chunk that fits, "time" the fastest of some.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`, as any loop in JAX;
-        called by itself it is compiled anew each time.
+        called by itself it is compiled anew each time. With a `memory_budget` it is compiled once
+        for each `fun` and shapes, called by itself or not.
 
     Raises:
         ValueError: on the call, if the batched arguments have no common length, none is batched,
-            or an axis does not exist.
+            or an axis does not exist; if both a size and a budget are given.
         TypeError: if `chunk_size` is not an integer.
+        MemoryBudgetError: if not even chunks of one fit the budget.
 
     Examples:
         >>> import jax
@@ -59,17 +72,33 @@ def chunked_vmap(
     """
     where = "curvax.chunked_vmap"
     chunk_size = check_size("chunk_size", chunk_size, where)
+    budget = BudgetRequest.of(
+        memory_budget, {"chunk_size": chunk_size}, where, plan_for=plan_for, objective=objective
+    )
 
-    @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def run(plan_of: Callable[[int], ChunkPlan], *args: Any, **kwargs: Any) -> Any:
         batch = mapped_arguments(fun, args, kwargs, in_axes, where)
         return map_chunks(
             lambda *arrays: batch.call(fun, arrays),
             batch,
-            ChunkPlan.of(batch.length, chunk_size).balanced(),
+            plan_of(batch.length),
             out_axes=out_axes,
             checkpoint=checkpoint,
             where=where,
+        )
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if budget is None:
+            return run(lambda n: ChunkPlan.of(n, chunk_size).balanced(), *args, **kwargs)
+        length = mapped_arguments(fun, args, kwargs, in_axes, where).length
+        return budget.run(
+            fun,
+            lambda size: functools.partial(run, lambda n: ChunkPlan.of(n, size)),
+            args,
+            kwargs,
+            contiguous_sizes(length),
+            key=(where, as_key((in_axes, out_axes)), checkpoint),
         )
 
     return mapped

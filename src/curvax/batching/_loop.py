@@ -84,15 +84,25 @@ def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
 def _run_all(
     step: Callable[[Carry, Chunk], Carry], carry: Carry, plan: ChunkPlan, limit: Size | None
 ) -> Carry:
-    for run in plan.runs(limit):
-        body = lambda index, carry, run=run: step(carry, Chunk(plan, run, index))
+    # The number of the next chunk is handed on from loop to loop, and the compiler is kept from
+    # seeing that it knows it. Else it computes a chunk that stands alone beside the loop, or before
+    # it, and holds two at a time.
+    runs = plan.runs(limit)
+    index = lax.optimization_barrier(jnp.int32(0)) if len(runs) > 1 else 0
+    for run in runs:
+        body = lambda _, state, run=run: (
+            state[0] + 1,
+            step(state[1], Chunk(plan, run, state[0])),
+        )
         last = run.first + run.count
         if isinstance(limit, jax.Array):
-            carry = lax.fori_loop(run.first, jnp.clip(limit, run.first, last), body, carry)
+            index, carry = lax.fori_loop(
+                run.first, jnp.clip(limit, run.first, last), body, (index, carry)
+            )
         elif run.count > 1:
-            carry = lax.fori_loop(run.first, last, body, carry)
+            index, carry = lax.fori_loop(run.first, last, body, (index, carry))
         else:
-            carry = body(run.first, carry)
+            carry = step(carry, Chunk(plan, run, index))
     return carry
 
 

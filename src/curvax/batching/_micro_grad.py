@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.batching._accumulators import AccumulationType
-from curvax.batching._arguments import batched_arguments
+from curvax.batching._arguments import Batch, batched_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan, check_order
+from curvax.batching._plan import ChunkPlan, check_order, even_sizes
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["PerExample", "micro_grad"]
 
@@ -54,6 +56,9 @@ def micro_grad(
     in_axes: Axes = 0,
     vmap_fn: VmapFn = jax.vmap,
     order: Order = "strided",
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "value",
+    objective: Objective = "memory",
 ) -> Fun:
     """Accumulate the gradients of `fun` at each example, transformed, a microbatch at a time.
 
@@ -86,6 +91,9 @@ def micro_grad(
         in_axes: the batch axis of the batch arguments, as in `microbatch`.
         vmap_fn: a function with the signature of `jax.vmap`, as in `micro_vmap`.
         order: "strided" or "contiguous", as in `micro_vmap`.
+        memory_budget: bytes, in place of `microbatch_size`, as in `micro_vmap`.
+        plan_for: as in `micro_vmap`.
+        objective: as in `micro_vmap`.
 
     Returns:
         A function of the arguments of `fun` that returns `(result, PerExample)`. Arguments may be
@@ -112,12 +120,15 @@ def micro_grad(
     where = "curvax.micro_grad"
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
+    sizes = {"microbatch_size": microbatch_size}
+    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 
-    @functools.wraps(fun)
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(fun, args, kwargs)
-        batch = batched_arguments(fun, args, kwargs, batch_argnums, (), in_axes, where)
+    def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
+        return batched_arguments(fun, args, kwargs, batch_argnums, (), in_axes, where)
+
+    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
+        batch = batch_of(args, kwargs)
 
         def example(*arrays: Array) -> tuple[PyTree, PerExample]:
             if keep_batch_dim:
@@ -130,11 +141,27 @@ def micro_grad(
         return map_chunks(
             example,
             batch,
-            ChunkPlan.of(batch.length, microbatch_size, order),
+            ChunkPlan.of(batch.length, size, order),
             accumulator=(accumulator, AccumulationType.CONCAT),
             vmap_fn=vmap_fn,
-            limit=num_real_microbatches,
+            limit=limit,
             where=where,
+        )
+
+    @functools.wraps(fun)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(fun, args, kwargs)
+        limit = num_real_microbatches
+        if budget is None:
+            return run(microbatch_size, limit, *args, **kwargs)
+        options = argnums, batch_argnums, accumulator, transform_fn, metrics_fn, in_axes, vmap_fn
+        return budget.run(
+            fun,
+            lambda size: functools.partial(run, size),
+            (limit, *args),
+            kwargs,
+            even_sizes(batch_of(args, kwargs).length),
+            key=(where, as_key(options), has_aux, keep_batch_dim, order),
         )
 
     return gradients

@@ -6,11 +6,13 @@ from typing import Any
 import jax
 
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.batching._accumulators import AccumulationType
 from curvax.batching._arguments import mapped_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan, check_order
+from curvax.batching._plan import ChunkPlan, check_order, even_sizes
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["micro_vmap"]
 
@@ -25,6 +27,9 @@ def micro_vmap(
     accumulator: PyTree = AccumulationType.CONCAT,
     num_real_microbatches: Size | None = None,
     order: Order = "strided",
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "value",
+    objective: Objective = "memory",
 ) -> Fun:
     """Vectorise `fun` over examples, a microbatch at a time, and combine the outputs.
 
@@ -53,6 +58,12 @@ def micro_vmap(
             number, but cannot be differentiated in reverse mode.
         order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
+        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
+            The largest microbatch is taken with which a call, compiled by itself, allocates no
+            more.
+        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
+            with respect to all arrays that it depends on.
+        objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`.
@@ -60,8 +71,9 @@ def micro_vmap(
     Raises:
         ValueError: if the batched arguments have no common length, none is batched, an axis does
             not exist, the accumulator does not fit the outputs, or more microbatches are asked
-            for than there are.
+            for than there are; if both a size and a budget are given.
         TypeError: if a size is no integer, or a mean is asked for of integers.
+        MemoryBudgetError: if not even microbatches of one fit the budget.
 
     Examples:
         >>> import jax
@@ -76,19 +88,34 @@ def micro_vmap(
     where = "curvax.micro_vmap"
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
+    sizes = {"microbatch_size": microbatch_size}
+    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
 
-    @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = mapped_arguments(fun, args, kwargs, in_axes, where)
         return map_chunks(
             lambda *arrays: batch.call(fun, arrays),
             batch,
-            ChunkPlan.of(batch.length, microbatch_size, order),
+            ChunkPlan.of(batch.length, size, order),
             out_axes=out_axes,
             accumulator=accumulator,
             vmap_fn=vmap_fn,
-            limit=num_real_microbatches,
+            limit=limit,
             where=where,
+        )
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        limit = num_real_microbatches
+        if budget is None:
+            return run(microbatch_size, limit, *args, **kwargs)
+        return budget.run(
+            fun,
+            lambda size: functools.partial(run, size),
+            (limit, *args),
+            kwargs,
+            even_sizes(mapped_arguments(fun, args, kwargs, in_axes, where).length),
+            key=(where, as_key((in_axes, out_axes, accumulator, vmap_fn)), order),
         )
 
     return mapped

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.batching._accumulators import AccumulationType, Reduction
-from curvax.batching._arguments import batched_arguments
+from curvax.batching._arguments import Batch, batched_arguments
 from curvax.batching._loop import reduce_chunks, trace_once
-from curvax.batching._plan import ChunkPlan, check_limit, check_order
+from curvax.batching._plan import ChunkPlan, check_limit, check_order, even_sizes
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["microbatch"]
 
@@ -17,13 +19,16 @@ __all__ = ["microbatch"]
 def microbatch(
     fun: Fun,
     argnums: int | Sequence[int],
-    microbatch_size: int | None,
+    microbatch_size: int | None = None,
     accumulator: PyTree = AccumulationType.SUM,
     *,
     argnames: str | Sequence[str] = (),
     in_axes: Axes = 0,
     num_real_microbatches: Size | None = None,
     order: Order = "strided",
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "value",
+    objective: Objective = "memory",
 ) -> Fun:
     """Split the batch arguments of `fun` into microbatches, run it on each, combine the outputs.
 
@@ -56,6 +61,12 @@ def microbatch(
             cannot be differentiated in reverse mode.
         order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
+        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
+            The largest microbatch is taken with which a call, compiled by itself, allocates no
+            more.
+        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
+            with respect to all arrays that it depends on.
+        objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
 
     Returns:
         A function like `fun`. Call it under `jax.jit`.
@@ -63,8 +74,9 @@ def microbatch(
     Raises:
         ValueError: if the batch arguments have no common length or are missing, an axis does not
             exist, outputs do not fit their accumulator, or more microbatches are asked for than
-            there are.
+            there are; if both a size and a budget are given.
         TypeError: if a size is no integer, or a mean is asked for of integers.
+        MemoryBudgetError: if not even microbatches of one fit the budget.
 
     Examples:
         >>> import jax
@@ -79,12 +91,16 @@ def microbatch(
     where = "curvax.microbatch"
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
+    sizes = {"microbatch_size": microbatch_size}
+    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
 
-    @functools.wraps(fun)
-    def microbatched(*args: Any, **kwargs: Any) -> Any:
-        batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
-        plan = ChunkPlan.of(batch.length, microbatch_size, order)
-        limit = check_limit(num_real_microbatches, plan, where)
+    def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
+        return batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
+
+    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
+        batch = batch_of(args, kwargs)
+        plan = ChunkPlan.of(batch.length, size, order)
+        limit = check_limit(limit, plan, where)
         once = trace_once(lambda *arrays: batch.call(fun, arrays), plan, limit)
 
         def compute(arrays: Sequence[Array]) -> PyTree:
@@ -93,6 +109,20 @@ def microbatch(
         reduction = Reduction(accumulator, 0, plan, per_example=False, limit=limit, where=where)
         return reduce_chunks(
             compute, batch.arrays, batch.axes, plan, reduction.reducer, limit=limit
+        )
+
+    @functools.wraps(fun)
+    def microbatched(*args: Any, **kwargs: Any) -> Any:
+        limit = num_real_microbatches
+        if budget is None:
+            return run(microbatch_size, limit, *args, **kwargs)
+        return budget.run(
+            fun,
+            lambda size: functools.partial(run, size),
+            (limit, *args),
+            kwargs,
+            even_sizes(batch_of(args, kwargs).length),
+            key=(where, as_key((argnums, argnames, in_axes, accumulator)), order),
         )
 
     return microbatched

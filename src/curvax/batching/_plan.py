@@ -14,6 +14,7 @@ chunk before would save that copy, but runs some examples twice: a discarded dup
 infinite derivative turns the gradient of its original into NaN, and side effects happen twice.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -25,7 +26,15 @@ from curvax._checks import as_integer
 from curvax._rows import Column, Rows, fold, unfold
 from curvax._types import Array, Order, Size
 
-__all__ = ["Chunk", "ChunkPlan", "Run", "check_limit", "check_order"]
+__all__ = [
+    "Chunk",
+    "ChunkPlan",
+    "Run",
+    "check_limit",
+    "check_order",
+    "contiguous_sizes",
+    "even_sizes",
+]
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,18 @@ class Chunk:
         if self.plan.order == "strided":
             return Rows(self.index, self.size, self.plan.num_chunks)
         return Rows(self.index * self.plan.size, self.size)
+
+
+def contiguous_sizes(length: int) -> Sequence[int]:
+    """All sizes that make a difference for so many examples, in ascending order."""
+    return range(1, max(1, length) + 1)
+
+
+@functools.lru_cache
+def even_sizes(length: int) -> Sequence[int]:
+    """The same where examples are dealt out evenly, so that their number of chunks decides."""
+    largest = {-(-length // count) for count in range(1, length + 1)}
+    return tuple(sorted(largest)) or (1,)
 
 
 def check_order(order: Any, where: str) -> Order:

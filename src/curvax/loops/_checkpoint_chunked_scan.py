@@ -1,5 +1,6 @@
 """`checkpoint_chunked_scan`: a scan whose gradient remembers one carry for each chunk of steps."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Carry, PyTree, Size
-from curvax.loops._program import Outputs, ScanProgram, unroll_within
+from curvax.loops._program import Outputs, ScanProgram, scan_length, unroll_within
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["checkpoint_chunked_scan"]
 
@@ -23,6 +26,9 @@ def checkpoint_chunked_scan(
     unroll: int | bool = 1,
     *,
     chunk_size: int | None = None,
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "gradient",
+    objective: Objective = "memory",
 ) -> tuple[PyTree, PyTree]:
     """Scan, with a checkpoint every `chunk_size` steps.
 
@@ -44,13 +50,20 @@ def checkpoint_chunked_scan(
         unroll: the most steps to unroll.
         chunk_size: steps from one checkpoint to the next, the first being before the first step.
             It need not divide the number of steps. None is one chunk of all steps.
+        memory_budget: bytes, in place of `chunk_size`, in any form that `parse_memory` takes. The
+            largest chunk is taken with which the gradient through the scan, compiled by itself,
+            allocates no more.
+        plan_for: whether the budget is for the "gradient" through the scan, with respect to all
+            arrays that it depends on, or for its "value".
+        objective: "memory" takes the largest chunk that fits, "time" the fastest of some.
 
     Returns:
         The last carry, and all outputs.
 
     Raises:
-        ValueError: if sizes disagree, or `chunk_size` is not positive.
+        ValueError: if sizes disagree, `chunk_size` is not positive, or a budget is given as well.
         TypeError: if the body changes the type of the carry, or a size is no integer.
+        MemoryBudgetError: if no chunk size fits the budget.
 
     Examples:
         >>> import jax
@@ -63,8 +76,33 @@ def checkpoint_chunked_scan(
         -36.973
     """
     where = "curvax.checkpoint_chunked_scan"
-    program = ScanProgram.of(f, init, xs, length, reverse, where)
-    size = check_size("chunk_size", chunk_size, where) or max(1, program.length)
+    chunk_size = check_size("chunk_size", chunk_size, where)
+    sizes = {"chunk_size": chunk_size}
+    budget = BudgetRequest.of(
+        memory_budget, sizes, where, plan_for=plan_for, objective=objective, advice=_ADVICE
+    )
+    if budget is None:
+        program = ScanProgram.of(f, init, xs, length, reverse, where)
+        return _run_chunks(program, chunk_size or max(1, program.length), unroll, where)
+
+    def build(size: int) -> Callable[..., tuple[PyTree, PyTree]]:
+        return lambda init, xs: _run_chunks(
+            ScanProgram.of(f, init, xs, length, reverse, where), size, unroll, where
+        )
+
+    steps = scan_length(xs, length, where)
+    # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
+    sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)
+    key = where, length, bool(reverse), as_key(unroll)
+    return budget.run(f, build, (init, xs), {}, sizes, key=key)
+
+
+_ADVICE = "What else helps: checkpointed_scan, whose nested checkpoints need less."
+
+
+def _run_chunks(
+    program: ScanProgram, size: int, unroll: int | bool, where: str
+) -> tuple[PyTree, PyTree]:
     size = min(size, max(1, program.length))
     within = unroll_within(unroll, size, where)
     outputs = Outputs(program, program.length)

@@ -13,7 +13,7 @@ the first digit keeps as many carries as it has rounds; each other one is a chec
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -23,8 +23,10 @@ from jax import lax
 
 from curvax import _rows
 from curvax._checks import check_size
+from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
-from curvax.loops._program import Outputs, ScanProgram, unroll_within
+from curvax.loops._program import Outputs, ScanProgram, scan_length, unroll_within
+from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
 
 __all__ = ["checkpointed_scan", "nested_lengths", "run_nested"]
 
@@ -43,6 +45,9 @@ def checkpointed_scan(
     unroll: int | bool = 1,
     *,
     levels: int | None = None,
+    memory_budget: Budget | None = None,
+    plan_for: PlanFor = "gradient",
+    objective: Objective = "memory",
 ) -> tuple[PyTree, PyTree]:
     """Scan, with checkpoints inside of checkpoints.
 
@@ -68,13 +73,20 @@ def checkpointed_scan(
         unroll: the most steps to unroll in the innermost loop.
         levels: how deep the scans are nested. None is two levels. The number of steps need not be
             a power or a product of anything; few steps may need fewer levels than that.
+        memory_budget: bytes, in place of `levels`, in any form that `parse_memory` takes. The
+            fewest levels are taken, and so the fewest passes, with which the gradient through the
+            scan, compiled by itself, allocates no more.
+        plan_for: whether the budget is for the "gradient" through the scan, with respect to all
+            arrays that it depends on, or for its "value".
+        objective: "memory" takes the fewest levels that fit, "time" the fastest of some.
 
     Returns:
         The last carry, and all outputs.
 
     Raises:
-        ValueError: if sizes disagree, or `levels` is not positive.
+        ValueError: if sizes disagree, `levels` is not positive, or a budget is given as well.
         TypeError: if the body changes the type of the carry, or a number is no integer.
+        MemoryBudgetError: if no number of levels fits the budget.
 
     Examples:
         >>> import jax
@@ -87,9 +99,28 @@ def checkpointed_scan(
         -36.973
     """
     where = "curvax.checkpointed_scan"
-    program = ScanProgram.of(f, init, xs, length, reverse, where)
-    levels = check_size("levels", levels, where) or DEFAULT_LEVELS
-    return run_nested(program, nested_lengths(program.length, levels), unroll, where)
+    levels = check_size("levels", levels, where)
+    budget = BudgetRequest.of(
+        memory_budget, {"levels": levels}, where, plan_for=plan_for, objective=objective
+    )
+
+    def run(levels: int, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+        program = ScanProgram.of(f, init, xs, length, reverse, where)
+        return run_nested(program, nested_lengths(program.length, levels), unroll, where)
+
+    if budget is None:
+        return run(levels or DEFAULT_LEVELS, init, xs)
+    # What is planned is the length of the innermost loop: the longer, the fewer levels.
+    steps = scan_length(xs, length, where)
+    most_levels = range(max(1, steps.bit_length()), 0, -1)
+    levels_of = {nested_lengths(steps, levels)[-1]: levels for levels in most_levels}
+    build = lambda size: lambda init, xs: run(levels_of[_at_most(levels_of, size)], init, xs)
+    key = where, length, bool(reverse), as_key(unroll)
+    return budget.run(f, build, (init, xs), {}, sorted(levels_of), key=key)
+
+
+def _at_most(sizes: Iterable[int], size: int) -> int:
+    return max(given for given in sizes if given <= max(size, min(sizes)))
 
 
 def nested_lengths(length: int, levels: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from curvax._checks import as_integer
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size
 
-__all__ = ["Outputs", "ScanProgram", "save_all_but_reads", "unroll_within"]
+__all__ = ["Outputs", "ScanProgram", "save_all_but_reads", "scan_length", "unroll_within"]
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -50,7 +50,7 @@ class ScanProgram:
     ) -> "ScanProgram":
         """Check the arguments of a scan and trace its body."""
         xs, init = jax.tree.map(jnp.asarray, (xs, init))
-        program = cls(f, init, xs, _length(xs, length, where), bool(reverse), None)
+        program = cls(f, init, xs, scan_length(xs, length, where), bool(reverse), None)
         return _traced(program, where)
 
     def step(self, carry: Carry, time: Size) -> tuple[Carry, PyTree]:
@@ -139,7 +139,9 @@ def unroll_within(unroll: int | bool, length: int, where: str) -> int:
     return max(1, min(number, length))
 
 
-def _length(xs: PyTree, length: int | None, where: str) -> int:
+def scan_length(xs: PyTree, length: int | None, where: str) -> int:
+    """The number of steps of a scan, by what it scans over and what the user said."""
+    xs = jax.tree.map(jnp.asarray, xs)
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
         if leaf.ndim == 0:

@@ -5,4 +5,12 @@ from curvax.memory._bytes import Budget as Budget, parse_memory as parse_memory
 from curvax.memory._errors import MemoryBudgetError as MemoryBudgetError
 from curvax.memory._memory_usage import memory_usage as memory_usage
 from curvax.memory._plan import MemoryPlan as MemoryPlan, plan_batch_size as plan_batch_size
+from curvax.memory._planned import (
+    BudgetRequest as BudgetRequest,
+    Objective as Objective,
+    PlanFor as PlanFor,
+    Rehearsal as Rehearsal,
+    recorded_plans as recorded_plans,
+    run_compiled as run_compiled,
+)
 from curvax.memory._usage import MemoryUsage as MemoryUsage

@@ -68,10 +68,10 @@ def _of_host(root: Path) -> int:
 
 
 def _of_system(root: Path) -> Iterator[int]:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-            return
+    available = _entry(_read(root / "proc/meminfo"), "MemAvailable:")
+    if available is not None:
+        yield available * 1024
+        return
     try:
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -81,7 +81,10 @@ def _of_system(root: Path) -> Iterator[int]:
 def _of_groups(root: Path) -> Iterator[int]:
     """What each control group that the process is in still allows, and each group above."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        number, *rest = line.split(":", 2)
+        if len(rest) < 2 or not number.isdecimal():
+            continue
+        controllers, path = rest
         if controllers == "":
             names = "memory.max", "memory.current", "inactive_file"
             yield from _of_path(root / "sys/fs/cgroup", path, *names)
@@ -96,9 +99,8 @@ def _of_path(mount: Path, path: str, limit: str, used: str, cached: str) -> Iter
     for depth in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:depth])
         most, now = _read(group / limit).strip(), _read(group / used).strip()
-        if most.isdigit() and now.isdigit():
-            statistics = (line.split() for line in _read(group / "memory.stat").splitlines())
-            idle = sum(int(words[1]) for words in statistics if words[0] == cached)
+        if most.isdecimal() and now.isdecimal():
+            idle = _entry(_read(group / "memory.stat"), cached) or 0
             yield int(most) - int(now) + idle
 
 
@@ -109,13 +111,21 @@ def _of_address_space(root: Path) -> Iterator[int]:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = _read(root / "proc/self/statm").split()
-    if limit != resource.RLIM_INFINITY and pages:
+    if limit != resource.RLIM_INFINITY and pages and pages[0].isdecimal():
         yield limit - int(pages[0]) * resource.getpagesize()
+
+
+def _entry(text: str, name: str) -> int | None:
+    """The number on the line that begins with the word `name`, if there is such a line."""
+    for words in map(str.split, text.splitlines()):
+        if words[:1] == [name] and words[1:] and words[1].isdecimal():
+            return int(words[1])
+    return None
 
 
 def _read(path: Path) -> str:
     """The text of a file of the system's, or nothing if there is none to be read."""
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "surrogateescape")
     except OSError:
         return ""

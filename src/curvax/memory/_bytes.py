@@ -1,6 +1,7 @@
 """Numbers of bytes, as users write them and as messages print them."""
 
 import re
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 from curvax._checks import as_integer
@@ -17,7 +18,7 @@ _UNITS = (
     | {f"{prefix.lower()}b": 1000**i for i, prefix in enumerate(_PREFIXES, 1)}
     | {f"{prefix.lower()}ib": 1024**i for i, prefix in enumerate(_PREFIXES, 1)}
 )
-_AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]+)\s*", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]{1,2})?)\s*([a-z%]+)\s*", re.IGNORECASE)
 _EXPECTED = (
     "Give bytes as a Python int, a string with a unit such as '512MB', '1.5 GiB' or '50%', or a "
     "float in (0, 1] for that fraction of what is available"
@@ -75,9 +76,9 @@ def _parse_text(text: str, where: str) -> int:
             f"{where}: {text!r} is no amount of memory. {_EXPECTED}. Units are B, kB, MB, GB, TB, "
             f"PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024)."
         )
-    amount, factor = float(match[1]), _UNITS[unit]
+    amount, factor = Fraction(match[1]), _UNITS[unit]  # As written: 1.001 kB are 1001 bytes.
     if factor is None:
-        return _fraction(amount / 100, text, where)
+        return _fraction(float(amount / 100), text, where)
     return _positive(int(amount * factor), text, where)
 
 

@@ -10,24 +10,9 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["FunctionCache", "Same"]
+__all__ = ["FunctionCache"]
 
 T = TypeVar("T")
-
-
-class Same:
-    """A key that is equal only to one made of the very same object, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class FunctionCache(Generic[T]):

@@ -146,6 +146,11 @@ def plan_batch_size(
         True
     """
     where = "curvax.plan_batch_size"
+    if not isinstance(args, Sequence):  # An array would be taken for its rows.
+        raise TypeError(
+            f"{where}: args must be a tuple of the arguments, got {type(args).__name__}. For a "
+            f"single one, write (x,)."
+        )
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
     budget = parse_memory(memory_budget)
     most = check_size("max_size", max_size, where)

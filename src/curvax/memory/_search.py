@@ -61,13 +61,17 @@ def _next(needs: Mapping[int, int], sizes: Sequence[int], budget: int) -> int | 
         return None
     meetings = _meetings(needs, budget, fitting) if len(needs) <= LINES else ()
     if not meetings:
-        middle = math.sqrt(max(1, fitting) * too_large)
-        return sizes[min(max(bisect_right(sizes, middle) - 1, first), end - 1)]
-    if fitting and max(meetings) < max(sizes[first] * TRUST, CLOSE * fitting):
-        return None
-    nearest = meetings[-1]
-    cautious = nearest * (1 - MARGIN) if nearest > 1 / MARGIN else nearest
-    return sizes[min(max(bisect_right(sizes, cautious) - 1, first), end - 1)]
+        wanted = math.sqrt(max(1, fitting) * too_large)
+    elif fitting and max(meetings) < max(sizes[first] * TRUST, CLOSE * fitting):
+        # Between a size that fits and one that does not, needs may stay below the line. Only a
+        # line that comes from smaller sizes as well is believed when it says that this is all.
+        if min(needs) < fitting:
+            return None
+        wanted = CLOSE * fitting
+    else:
+        nearest = meetings[-1]
+        wanted = nearest * (1 - MARGIN) if nearest > 1 / MARGIN else nearest
+    return sizes[min(max(bisect_right(sizes, wanted) - 1, first), end - 1)]
 
 
 def _meetings(needs: Mapping[int, int], budget: int, fitting: int) -> Sequence[float]:

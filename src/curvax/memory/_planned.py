@@ -1,0 +1,248 @@
+"""Functions that take a memory budget in place of a size.
+
+A `BudgetRequest` is what the user asked for. `run` calls a function whose size it plans: it looks
+the plan up, or makes it; then it runs the very program that was compiled and checked. Under an
+outer transformation, where there is nothing to run yet, only the size is planned, for shapes like
+these, and the function of that size becomes part of the outer program.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from curvax import _compat
+from curvax._tree import as_key
+from curvax._types import Fun, PyTree
+from curvax.memory._bytes import Budget, parse_memory
+from curvax.memory._cache import FunctionCache
+from curvax.memory._plan import ADVICE, MemoryPlan, plan_size
+from curvax.memory._program import Executable, Program
+from curvax.memory._timing import fastest
+
+__all__ = ["BudgetRequest", "Objective", "PlanFor", "recorded_plans", "run_compiled"]
+
+PlanFor: TypeAlias = Literal["value", "gradient"]
+"""Which program a budget is for: the function itself, or the gradient through it."""
+
+Objective: TypeAlias = Literal["memory", "time"]
+"""What to choose among sizes that fit: the largest, or the fastest."""
+
+Rehearsal: TypeAlias = Callable[[int], tuple[Fun, float]]
+"""From a size, a function that does a part of the work, and which share of it."""
+
+_recorders: ContextVar[tuple[list[MemoryPlan], ...]] = ContextVar("recorders", default=())
+
+
+@contextmanager
+def recorded_plans() -> Generator[list[MemoryPlan]]:
+    """Collect the plans behind all calls with a memory budget inside of the block.
+
+    Examples:
+        >>> import curvax
+        >>> import jax.numpy as jnp
+        >>> with curvax.recorded_plans() as plans:
+        ...     y = curvax.chunked_vmap(jnp.sin, memory_budget="1MB")(jnp.ones((100, 100)))
+        >>> plans[0].batch_size
+        100
+    """
+    plans: list[MemoryPlan] = []
+    token = _recorders.set((*_recorders.get(), plans))
+    try:
+        yield plans
+    finally:
+        _recorders.reset(token)
+
+
+@dataclass
+class _Kept:
+    """What is kept for a function: its plan if it has one, and its compiled value if that runs."""
+
+    plan: MemoryPlan | None
+    value: Executable | None
+
+
+_kept: FunctionCache[_Kept] = FunctionCache()
+
+
+def run_compiled(
+    fun: Fun,
+    call_with: Fun,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    key: Hashable,
+) -> PyTree:
+    """Call `call_with(*args, **kwargs)`, compiled once for `fun`, the shapes and the key.
+
+    As `jax.jit` does; but what is kept does not outlive `fun`, of which `call_with` is made.
+    """
+    call = _Call.of(args, kwargs)
+    kept = _kept.get(
+        fun,
+        (key, call.key, _compat.tracing_context()),
+        lambda: _Kept(None, call.compile(call_with)),
+    )
+    if kept.value is None or call.is_traced:
+        return call_with(*args, **kwargs)
+    return kept.value(*call.leaves)
+
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """A memory budget as the user gave it, and what it is for."""
+
+    budget: Budget
+    plan_for: PlanFor
+    objective: Objective
+    where: str
+    advice: str = ADVICE
+
+    @classmethod
+    def of(
+        cls,
+        memory_budget: Budget | None,
+        sizes: Mapping[str, Any],
+        where: str,
+        *,
+        plan_for: PlanFor = "value",
+        objective: Objective = "memory",
+        advice: str = ADVICE,
+    ) -> "BudgetRequest | None":
+        """Check what the user gave: a budget, or one of the named sizes. None is no budget."""
+        for name, choice, kinds in (
+            ("plan_for", plan_for, get_args(PlanFor)),
+            ("objective", objective, get_args(Objective)),
+        ):
+            if choice not in kinds:
+                raise ValueError(f"{where}: {name} must be one of {kinds}, got {choice!r}.")
+        if memory_budget is None:
+            if objective != "memory":
+                raise ValueError(
+                    f"{where}: objective={objective!r} chooses among sizes that fit a budget; give "
+                    f"memory_budget as well."
+                )
+            return None
+        for name, size in sizes.items():
+            if size is not None:
+                raise ValueError(
+                    f"{where}: give {name} or memory_budget, not both; got {name}={size!r} and "
+                    f"memory_budget={memory_budget!r}."
+                )
+        parse_memory(memory_budget)
+        return cls(memory_budget, plan_for, objective, where, advice)
+
+    def run(
+        self,
+        fun: Fun,
+        build: Callable[[int], Fun],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sizes: Sequence[int],
+        *,
+        key: Hashable = (),
+        rehearse: Rehearsal | None = None,
+    ) -> PyTree:
+        """Call `build(size)(*args, **kwargs)` at the planned size, one of `sizes`.
+
+        What was planned is kept for `fun`, by the shapes of the arguments and by `key`, which must
+        tell apart all that `build` depends on beside them. `rehearse` gives a part of the work to
+        time in its place, and which share it is.
+        """
+        call = _Call.of(args, kwargs)
+        context = call.key, tuple(sizes[-1:]), _compat.tracing_context()
+        kept = _kept.get(
+            fun,
+            (key, self, type(self.budget), context),
+            lambda: self._plan(build, call, sizes, rehearse),
+        )
+        assert kept.plan is not None
+        for plans in _recorders.get():
+            plans.append(kept.plan)
+        planned = build(kept.plan.batch_size)
+        if call.is_traced:
+            return planned(*args, **kwargs)
+        if kept.value is None and self.plan_for == "gradient":
+            kept.value = call.compile(planned)
+        return planned(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
+
+    def _plan(
+        self,
+        build: Callable[[int], Fun],
+        call: "_Call",
+        sizes: Sequence[int],
+        rehearse: Rehearsal | None,
+    ) -> _Kept:
+        of_gradient = self.plan_for == "gradient"
+
+        def program(size: int) -> Program:
+            value = call.program(build(size))
+            return value.gradient() if of_gradient else value
+
+        def timed(size: int) -> tuple[Program, float]:
+            if rehearse is None or of_gradient:
+                return program(size), 1.0
+            part, share = rehearse(size)
+            return call.program(part), share
+
+        plan = plan_size(program, sizes, parse_memory(self.budget), self.where, self.advice)
+        if self.objective == "time":
+            plan = fastest(plan, program, timed, None if of_gradient else call.leaves)
+        value = None if of_gradient else runnable(plan.executable)
+        return _Kept(replace(plan, executable=None), value)
+
+
+def runnable(executable: Executable | None) -> Executable | None:
+    """The executable if it can be run and kept; tracers must not outlive their transformation."""
+    return executable if executable is not None and executable.runs else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call: its arrays, and all that is not an array."""
+
+    leaves: tuple[Any, ...]
+    key: Hashable
+    rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
+        leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+        arrays = tuple(jax.numpy.asarray(leaves[i]) for i in places)
+        shapes = tuple(map(_compat.shape_of, arrays))
+        others = tuple((i, as_key(x)) for i, x in enumerate(leaves) if i not in places)
+
+        def rebuild(given: Sequence[Any]) -> tuple[Any, Any]:
+            filled = list(leaves)
+            for i, array in zip(places, given, strict=True):
+                filled[i] = array
+            return jax.tree.unflatten(structure, filled)
+
+        weak = tuple(shape.weak_type for shape in shapes)
+        return cls(arrays, (structure, shapes, weak, others), rebuild)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether some argument is a tracer, so that nothing can be run yet."""
+        return any(map(_compat.is_tracer, self.leaves))
+
+    def program(self, fun: Fun) -> Program:
+        """`fun`, of the arrays alone, traced."""
+
+        def call(*arrays: Any) -> Any:
+            args, kwargs = self.rebuild(arrays)
+            return fun(*args, **kwargs)
+
+        return Program.of(call, self.leaves)
+
+    def compile(self, fun: Fun) -> Executable | None:
+        """`fun` compiled, if it can be run by itself and there is something to run it on."""
+        if self.is_traced:
+            return None
+        program = self.program(fun)
+        return program.compile() if not any(map(_compat.is_tracer, program.consts)) else None
