@@ -14,6 +14,16 @@ from curvax.batching import (
     microbatch as microbatch,
     reshape_batch_axis as reshape_batch_axis,
 )
+from curvax.diffops import (
+    fisher_information as fisher_information,
+    gauss_newton as gauss_newton,
+    hessian as hessian,
+    hessian_blocks as hessian_blocks,
+    hessian_diagonal as hessian_diagonal,
+    hessian_to_pytree as hessian_to_pytree,
+    jacobian as jacobian,
+    jacobian_to_pytree as jacobian_to_pytree,
+)
 from curvax.loops import (
     checkpoint_chunked_scan as checkpoint_chunked_scan,
     checkpointed_scan as checkpointed_scan,

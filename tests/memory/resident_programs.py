@@ -47,9 +47,7 @@ def main(name):
     shapes = [(rows, width), (width, hidden), (hidden, width)]
     args = [jax.jit(lambda shape=shape: jnp.full(shape, 0.01))() for shape in shapes]
     jax.block_until_ready(args)
-    plan = curvax.plan_batch_size(
-        PROGRAMS[name], args, max_size=rows, memory_budget="200MB"
-    )
+    plan = curvax.plan_batch_size(PROGRAMS[name], args, max_size=rows, memory_budget="200MB")
     jax.block_until_ready(jax.jit(lambda x: jnp.tanh(x @ x.T) @ x)(jnp.ones((64, 64))))
     before = peak()
     jax.block_until_ready(plan(*args))

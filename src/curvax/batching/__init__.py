@@ -10,6 +10,7 @@ from curvax.batching._accumulators import (
     Accumulator as Accumulator,
 )
 from curvax.batching._chunked_vmap import chunked_vmap as chunked_vmap
+from curvax.batching._map import map_indices as map_indices
 from curvax.batching._micro_grad import PerExample as PerExample, micro_grad as micro_grad
 from curvax.batching._micro_vmap import micro_vmap as micro_vmap
 from curvax.batching._microbatch import microbatch as microbatch

@@ -102,7 +102,7 @@ def _run_all(
         elif run.count > 1:
             index, carry = lax.fori_loop(run.first, last, body, (index, carry))
         else:
-            carry = step(carry, Chunk(plan, run, index))
+            index, carry = body(run.first, (index, carry))
     return carry
 
 

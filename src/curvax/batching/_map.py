@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from curvax._types import Array, Axes, PyTree, Size, VmapFn
 from curvax.batching._accumulators import AccumulationType, Accumulator, Reduction
@@ -11,7 +12,7 @@ from curvax.batching._arguments import Batch
 from curvax.batching._loop import reduce_chunks, trace_once
 from curvax.batching._plan import ChunkPlan, check_limit
 
-__all__ = ["map_chunks"]
+__all__ = ["map_chunks", "map_indices"]
 
 
 def map_chunks(
@@ -25,8 +26,12 @@ def map_chunks(
     vmap_fn: VmapFn = jax.vmap,
     limit: Size | None = None,
     checkpoint: bool = False,
+    each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
-    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs."""
+    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs.
+
+    `each_chunk` is called with each chunk, when that is traced.
+    """
     limit = check_limit(limit, plan, where)
     plan = _fastest(plan, accumulator, limit)
     # Examples come out along axis 0; where they go in the result is the reducer's business.
@@ -34,6 +39,8 @@ def map_chunks(
     vectorised = vmap_fn(trace_once(example, plan, limit), batch.axes, examples_first)
 
     def compute(arrays: Sequence[Array]) -> PyTree:
+        if each_chunk is not None:
+            each_chunk()
         return vectorised(*arrays)
 
     reduction = Reduction(accumulator, out_axes, plan, per_example=True, limit=limit, where=where)
@@ -45,6 +52,26 @@ def map_chunks(
         reduction.reducer,
         limit=limit,
         checkpoint=checkpoint,
+    )
+
+
+def map_indices(
+    fun: Callable[[Array], PyTree],
+    length: int,
+    size: int,
+    *,
+    where: str,
+    out_axes: Axes = 0,
+    limit: int | None = None,
+    each_chunk: Callable[[], None] | None = None,
+) -> PyTree:
+    """`fun` of each number below `length`, for `size` of them at a time."""
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    batch = Batch((numbers,), (0,), length, lambda arrays: (tuple(arrays), {}))
+    plan = ChunkPlan.of(length, size)
+    limit = None if limit is None or limit >= plan.num_chunks else limit
+    return map_chunks(
+        fun, batch, plan, where=where, out_axes=out_axes, limit=limit, each_chunk=each_chunk
     )
 
 

@@ -63,9 +63,9 @@ def _next(needs: Mapping[int, int], sizes: Sequence[int], budget: int) -> int | 
     if not meetings:
         wanted = math.sqrt(max(1, fitting) * too_large)
     elif fitting and max(meetings) < max(sizes[first] * TRUST, CLOSE * fitting):
-        # Between a size that fits and one that does not, needs may stay below the line. Only a
-        # line that comes from smaller sizes as well is believed when it says that this is all.
-        if min(needs) < fitting:
+        # Two points are always on a line. And between a size that fits and one that does not, needs
+        # may stay below it: what says that this is all has to come from smaller sizes as well.
+        if len(needs) > 2 and min(needs) < fitting:
             return None
         wanted = CLOSE * fitting
     else:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from curvax.report._matplotlib import new_axes
+from curvax.report._matplotlib import log_scales, new_axes
 
 __all__ = ["plot_memory_plan"]
 
@@ -20,13 +20,14 @@ def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
     ax = new_axes() if ax is None else ax
     trials = sorted(plan.trials, key=lambda trial: trial.size)
     sizes = [trial.size for trial in trials]
-    most = max([plan.budget_bytes, *(trial.usage.added_bytes for trial in trials)])
+    needs = [max(1, trial.usage.added_bytes) for trial in trials]  # Nothing has no logarithm.
+    most = max(plan.budget_bytes, *needs)
     unit, name = next((u, n) for u, n in _UNITS if most >= u or u == 1)
-    ax.plot(sizes, [t.usage.added_bytes / unit for t in trials], "o-", color="C0", label="needed")
+    ax.plot(sizes, [need / unit for need in needs], "o-", color="C0", label="needed")
     ax.axhline(plan.budget_bytes / unit, color="C3", linestyle="--", label="budget")
     ax.plot(
         [plan.batch_size],
-        [plan.usage.added_bytes / unit],
+        [max(1, plan.usage.added_bytes) / unit],
         "o",
         markersize=11,
         fillstyle="none",
@@ -34,8 +35,7 @@ def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
         markeredgewidth=2,
         label=f"chosen: {plan.batch_size} of {plan.max_size}",
     )
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    log_scales(ax)
     ax.set_xlabel("batch size")
     ax.set_ylabel(f"memory added by a call [{name}]")
     ax.legend()

@@ -1,0 +1,115 @@
+"""`fisher_information`: the sum of outer products of scores, a microbatch of data at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax._tree import leaf_name
+from curvax._types import Array, Fun, PyTree
+from curvax.batching import AccumulationType, microbatch
+from curvax.diffops._options import BlockOptions
+from curvax.diffops._point import Point
+from curvax.memory import Budget, Objective
+
+__all__ = ["fisher_information"]
+
+
+def fisher_information(
+    loglike: Fun,
+    x: PyTree,
+    data: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+) -> tuple[Array, Callable[[Array], PyTree]]:
+    """The empirical Fisher information: the sum over data of outer products of scores.
+
+    Equal to
+
+        scores = jax.vmap(lambda d: ravel(jax.grad(loglike)(x, d)))(data)
+        return scores.T @ scores, unflatten
+
+    except that the scores of one microbatch exist at a time.
+
+    Arguments:
+        loglike: the log-likelihood of one example, a real scalar function of `x` and the example.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        data: a pytree of arrays with examples along their leading axes.
+        nbatches: the number of microbatches.
+        jit: whether to compile.
+        checkpoint: as in `hessian`.
+        batch_size: the number of examples in a microbatch, in place of `nbatches`.
+        memory_budget: as in `hessian`.
+        objective: as in `hessian`.
+
+    Returns:
+        `(F, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
+        a vector of n numbers a pytree like `x`.
+
+    Raises:
+        ValueError: if there are more batches than examples, arrays of `data` disagree in length,
+            two sizes are given, or a budget with `jit=False`.
+        TypeError: if `x` is not real floating-point.
+        MemoryBudgetError: if not even single examples fit the budget.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loglike = lambda mean, y: -0.5 * jnp.sum((y - mean) ** 2)
+        >>> F, unflatten = curvax.fisher_information(loglike, jnp.zeros(2), jnp.eye(3, 2))
+        >>> F
+        Array([[1., 0.],
+               [0., 1.]], dtype=float32)
+    """
+    where = "curvax.fisher_information"
+    point = Point.of(x, where)
+    options = BlockOptions.of(
+        _num_examples(data, where),
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        what="examples",
+    )
+    g = jax.checkpoint(loglike) if checkpoint else loglike
+
+    def products(x: PyTree, data: PyTree) -> Array:
+        score = lambda example: point.flatten(jax.grad(g)(x, example))
+        scores = jax.vmap(score)(data)
+        return scores.T @ scores
+
+    def build(size: int, limit: int | None) -> Fun:
+        return microbatch(
+            products,
+            1,
+            size,
+            AccumulationType.SUM,
+            num_real_microbatches=limit,
+            order="contiguous",
+        )
+
+    return options.run(loglike, build, x, data, key=checkpoint), point.unflatten
+
+
+def _num_examples(data: Any, where: str) -> int:
+    sizes = {
+        leaf_name("data", path): jnp.shape(leaf)[:1]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(data)
+    }
+    if not sizes or () in sizes.values() or len(set(sizes.values())) > 1:
+        listed = ", ".join(
+            f"{name} has {size[0] if size else 'no axis'}" for name, size in sizes.items()
+        )
+        raise ValueError(
+            f"{where}: data must be arrays with the same number of examples along their leading "
+            f"axes, but {listed or 'there are none'}."
+        )
+    return next(iter(sizes.values()))[0]

@@ -1,0 +1,133 @@
+"""`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax._tree import Same
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._options import BlockOptions
+from curvax.diffops._point import Point
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.memory import Budget, Objective
+
+__all__ = ["gauss_newton"]
+
+
+def gauss_newton(
+    f: Fun,
+    x: PyTree,
+    weight: Array | Callable[[PyTree], PyTree] | None = None,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+    progress: bool = False,
+) -> tuple[Array, Callable[[Array], PyTree]]:
+    """The Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
+
+    Equal to
+
+        J, unflatten = jacobian(lambda x: ravel(f(x)), x)
+        return J.T @ W @ J, unflatten
+
+    except that `J` is never held: a block of columns goes through the linearised `f`, the weight,
+    and the transpose of the linearised `f`.
+
+    Arguments:
+        f: a function of a pytree, to a real array or a pytree of these: m residuals in all.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        weight: None for no weight; m weights, as a vector or in the shape of a single residual
+            array; an (m, m) matrix; or a function that applies W to a pytree like the residuals.
+        nbatches: the number of blocks, as in `hessian`.
+        jit: whether to compile.
+        checkpoint: as in `hessian`.
+        batch_size: the number of columns in a block, in place of `nbatches`.
+        memory_budget: as in `hessian`.
+        objective: as in `hessian`.
+        progress: whether to show a progress bar of blocks.
+
+    Returns:
+        `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
+        a vector of n numbers a pytree like `x`.
+
+    Raises:
+        ValueError: as `hessian`; and if the weight does not fit the residuals.
+        TypeError: if `x` or a residual is not real floating-point.
+        MemoryBudgetError: as `hessian`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> residuals = lambda p: p[0] + p[1] * jnp.arange(3.0)
+        >>> G, unflatten = curvax.gauss_newton(residuals, jnp.zeros(2), jnp.array([1.0, 1.0, 2.0]))
+        >>> G
+        Array([[4., 5.],
+               [5., 9.]], dtype=float32)
+    """
+    where = "curvax.gauss_newton"
+    point = Point.of(x, where)
+    residuals = Point.of(jax.eval_shape(f, x), where, "f(x)")
+    given, apply = _weight(weight, residuals, where)
+
+    def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
+        x, given = arguments
+        return (jax.linearize(jax.checkpoint(f) if checkpoint else f, x)[1], given), None
+
+    def column(prepared: Any, index: Size) -> Array:
+        push_forward, given = prepared
+        direction = point.direction(index)
+        (pulled_back,) = jax.linear_transpose(push_forward, direction)(
+            apply(given, push_forward(direction))
+        )
+        return point.flatten(pulled_back)
+
+    # The matrix is symmetric only if the weight is, so columns are put where columns belong.
+    problem = BlockProblem(prepare, (Part(point.size, column, -1),))
+    options = BlockOptions.of(
+        point.size,
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+    )
+    bar = "gauss_newton" if progress else None
+    key = checkpoint, Same(weight) if callable(weight) else None
+    (matrix,), _ = problem.solve(f, (x, given), options, key=key, progress=bar)
+    return matrix, point.unflatten
+
+
+def _weight(
+    weight: Any, residuals: Point, where: str
+) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
+    """The weight as an array, if it is one, and how to apply it to a pytree like the residuals."""
+    if weight is None:
+        return None, lambda _, tree: tree
+    if callable(weight):
+        return None, lambda _, tree: weight(tree)
+    array = jnp.asarray(weight)
+    size = residuals.size
+    by_shape = len(residuals.shapes) == 1 and array.shape == residuals.shapes[0]
+    if array.shape == (size, size) and not by_shape:
+        product = lambda array, vector: array @ vector
+    elif array.shape == (size,) or (by_shape and math.prod(array.shape) == size):
+        product = lambda array, vector: array.reshape(-1) * vector
+    else:
+        raise ValueError(
+            f"{where}: a weight for {size} residuals is a vector ({size},), a matrix ({size}, "
+            f"{size}) or a function, got an array of shape {array.shape}."
+        )
+
+    def apply(array: Array, tree: PyTree) -> PyTree:
+        vector = residuals.flatten(tree)
+        return residuals.unflatten(product(array.astype(vector.dtype), vector))
+
+    return array, apply

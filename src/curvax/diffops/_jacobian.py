@@ -1,0 +1,209 @@
+"""`jacobian`: all first derivatives of a function, a block of columns or rows at a time."""
+
+from os import PathLike
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from curvax._tree import leaf_name
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._options import BlockOptions
+from curvax.diffops._point import Point
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._stream import stream
+from curvax.memory import Budget, Objective
+
+__all__ = ["jacobian"]
+
+Mode: TypeAlias = Literal["auto", "forward", "reverse"]
+"""Columns by forward mode, rows by reverse mode, or what is cheaper."""
+
+REVERSE_COST = 1.5
+"""What a row by reverse mode costs, in columns by forward mode."""
+
+
+def jacobian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+    mode: Mode = "auto",
+    has_aux: bool = False,
+    progress: bool = False,
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Any:
+    """The Jacobian of `f` at `x`, a block of it at a time.
+
+    Equal to
+
+        flat, unflatten = jax.flatten_util.ravel_pytree(x)
+        J = jax.jacobian(lambda flat: f(unflatten(flat)))(flat)
+        return J, unflatten
+
+    except that `f` is linearised once, and only one block of columns (or of rows, in reverse mode)
+    is computed at a time. It is compiled once for each `f` and each shape of `x`.
+
+    Arguments:
+        f: a function of a pytree, to an array or a pytree of arrays.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        nbatches: the number of blocks.
+        jit: whether to compile.
+        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
+            of remembering it: less memory, more time.
+        batch_size: the number of columns or rows in a block, in place of `nbatches`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included. With `out`, what it holds
+            while it computes a block.
+        objective: with a budget, "memory" takes the largest block that fits, "time" the fastest
+            of some.
+        mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers.
+        has_aux: whether `f` returns `(value, aux)`.
+        progress: whether to show a progress bar of blocks.
+        out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
+            holds one of them. Stopped at any time and run again, it goes on where it was.
+        overwrite: whether `out` may replace a store that belongs to something else.
+
+    Returns:
+        `(J, unflatten)`, and with `has_aux` `(J, unflatten, aux)`. `J` is like what `f` returns,
+        with one more axis at the end of each array, over the n coordinates of `x` in the order of
+        `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
+
+    Raises:
+        ValueError: if there are more batches than parameters (or rows), two sizes are given, a
+            budget with `jit=False`, or the store at `out` belongs to something else.
+        TypeError: if `x` is not real floating-point, an output is not floating-point, or a complex
+            output meets reverse mode.
+        MemoryBudgetError: if not even blocks of one fit the budget.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> f = lambda p: p["rate"] * jnp.arange(3.0) + p["offset"]
+        >>> J, unflatten = curvax.jacobian(f, {"offset": 1.0, "rate": 2.0})
+        >>> J
+        Array([[1., 0.],
+               [1., 1.],
+               [1., 2.]], dtype=float32)
+    """
+    where = "curvax.jacobian"
+    if mode not in get_args(Mode):
+        raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
+    point = Point.of(x, where)
+    outputs = _outputs(f, x, has_aux, where)
+    leaves, structure = jax.tree.flatten(outputs)
+    reverse = _is_reverse(mode, point, leaves, out is not None, where)
+    problem = (
+        _by_rows(f, point, outputs, checkpoint, has_aux)
+        if reverse
+        else (_by_columns(f, point, checkpoint, has_aux))
+    )
+    options = BlockOptions.of(
+        sum(part.length for part in problem.parts),
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        what="rows" if reverse else "parameters",
+    )
+    if out is not None:
+        arrays, aux = stream(problem, x, options, out, overwrite, progress)
+    else:
+        bar = "jacobian" if progress else None
+        key = checkpoint, reverse, has_aux
+        parts, aux = problem.solve(f, x, options, key=key, progress=bar)
+        arrays = parts if reverse else jax.tree.leaves(parts)
+    if reverse:
+        arrays = [
+            array if out is not None else array.reshape(*leaf.shape, point.size)
+            for array, leaf in zip(arrays, leaves, strict=True)
+        ]
+    J = jax.tree.unflatten(structure, arrays)
+    return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
+
+
+def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:
+    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+        g = jax.checkpoint(f) if checkpoint else f
+        if has_aux:
+            _, push_forward, aux = jax.linearize(g, x, has_aux=True)
+            return push_forward, aux
+        return jax.linearize(g, x)[1], None
+
+    def column(push_forward: Any, index: Size) -> PyTree:
+        return push_forward(point.direction(index))
+
+    return BlockProblem(prepare, (Part(point.size, column, -1),))
+
+
+def _by_rows(
+    f: Fun, point: Point, outputs: PyTree, checkpoint: bool, has_aux: bool
+) -> BlockProblem:
+    leaves, structure = jax.tree.flatten(outputs)
+
+    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+        g = jax.checkpoint(f) if checkpoint else f
+        if has_aux:
+            _, pull_back, aux = jax.vjp(g, x, has_aux=True)
+            return pull_back, aux
+        return jax.vjp(g, x)[1], None
+
+    def part(number: int) -> Part:
+        leaf = leaves[number]
+
+        def row(pull_back: Any, index: Size) -> Array:
+            unit = (jnp.arange(leaf.size, dtype=jnp.int32) == index).astype(leaf.dtype)
+            cotangents = [jnp.zeros(other.shape, other.dtype) for other in leaves]
+            cotangents[number] = unit.reshape(leaf.shape)
+            (gradient,) = pull_back(jax.tree.unflatten(structure, cotangents))
+            return point.flatten(gradient).astype(leaf.dtype)
+
+        return Part(leaf.size, row)
+
+    return BlockProblem(prepare, tuple(map(part, range(len(leaves)))))
+
+
+def _outputs(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
+    """The shapes of what `f` returns, checked to be something that has derivatives."""
+    returned = jax.eval_shape(f, x)
+    if has_aux:
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TypeError(
+                f"{where}: with has_aux=True, f must return a pair (value, aux), got "
+                f"{type(returned).__name__}."
+            )
+        returned, _ = returned
+    for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{where}: {leaf_name('f(x)', path)} is of type {leaf.dtype}, which has no "
+                f"derivative. Convert it to floating point, or return it as aux with has_aux=True."
+            )
+    return returned
+
+
+def _is_reverse(mode: Mode, point: Point, leaves: Any, to_disk: bool, where: str) -> bool:
+    complex_ = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.complexfloating)]
+    # On disk a block of rows has to be a block of one axis.
+    awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
+    if mode == "reverse" and complex_:
+        raise TypeError(
+            f"{where}: f returns {complex_[0]}, and rows of complex outputs are not defined by "
+            f"JAX's reverse mode. Use mode='forward', or return real and imaginary parts."
+        )
+    if mode == "reverse" and awkward:
+        raise ValueError(
+            f"{where}: rows can be written to disk if f returns one array with one axis. Use "
+            f"mode='forward', or let f return such an array."
+        )
+    if mode != "auto" or complex_ or awkward:
+        return mode == "reverse"
+    return REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size

@@ -1,0 +1,100 @@
+"""How many columns at a time: what all functions of this room take, checked in one place."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from curvax._checks import check_size
+from curvax._types import Fun, PyTree
+from curvax.memory import Budget, BudgetRequest, Objective, run_compiled
+
+__all__ = ["BlockOptions"]
+
+REHEARSED = 256
+"""So many columns are timed to compare block sizes, not all of them."""
+
+_ADVICE = "What else helps: checkpoint=True, or streaming the result to disk with out=."
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """In how many blocks to compute `length` columns, or within which budget."""
+
+    length: int
+    size: int
+    budget: BudgetRequest | None
+    jit: bool
+    is_given: bool
+    """Whether the user named a size or a number of blocks, or neither."""
+    where: str
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        where: str,
+        *,
+        nbatches: Any = 1,
+        batch_size: Any = None,
+        memory_budget: Budget | None = None,
+        objective: Objective = "memory",
+        jit: bool = True,
+        what: str = "parameters",
+    ) -> "BlockOptions":
+        """Check what the user gave."""
+        number = check_size("nbatches", nbatches, where)
+        size = check_size("batch_size", batch_size, where)
+        if number is None:
+            raise TypeError(f"{where}: nbatches must be a Python integer, got None.")
+        if number > max(1, length):
+            raise ValueError(
+                f"{where}: nbatches={number} is more than there are {what} to share out: {length}."
+            )
+        if size is not None and number != 1:
+            raise ValueError(
+                f"{where}: give nbatches or batch_size, not both; got nbatches={number} and "
+                f"batch_size={size}."
+            )
+        sizes = {"nbatches": None if number == 1 else number, "batch_size": size}
+        budget = BudgetRequest.of(memory_budget, sizes, where, objective=objective, advice=_ADVICE)
+        if budget is not None and not jit:
+            raise ValueError(
+                f"{where}: a memory budget is for a compiled program; it cannot be kept with "
+                f"jit=False."
+            )
+        chosen = -(-length // number) if size is None else min(size, length)
+        is_given = size is not None or number != 1
+        return cls(length, max(1, chosen), budget, jit, is_given, where)
+
+    def run(
+        self,
+        fun: Fun,
+        build: Callable[[int, int | None], Fun],
+        *args: Any,
+        key: Hashable,
+    ) -> PyTree:
+        """Call `build(size, limit)(*args)` at the right size, compiled once for `fun` and the key.
+
+        `limit` is None, or the number of blocks after which to stop; that is for timing.
+        """
+        key = self.where, key
+        if self.budget is not None:
+            return self.budget.run(
+                fun,
+                lambda size: build(size, None),
+                args,
+                {},
+                range(1, max(1, self.length) + 1),
+                key=key,
+                rehearse=lambda size: self._rehearsal(build, size),
+            )
+        call = build(self.size, None)
+        if not self.jit:
+            return call(*args)
+        return run_compiled(fun, call, args, {}, key=(key, self.size))
+
+    def _rehearsal(self, build: Callable[[int, int | None], Fun], size: int) -> tuple[Fun, float]:
+        blocks = max(1, REHEARSED // size)
+        if blocks * size >= self.length:
+            return build(size, None), 1.0
+        return build(size, blocks), blocks * size / self.length
