@@ -43,6 +43,7 @@ __all__ = [
     "trace_with_constants",
     "tracing_context",
     "true_account",
+    "unjitted",
     "unsharded_along",
     "unwrap_keys",
     "varying_like",
@@ -124,6 +125,14 @@ def is_jitted(fun: Any) -> bool:
     return all(hasattr(fun, name) for name in ("trace", "lower", "__wrapped__"))
 
 
+def unjitted(fun: Any) -> Callable[..., Any]:
+    """The function that `jax.jit` was applied to, if it was, else the function itself.
+
+    What a jitted function closes over stays inside of it, out of reach for `trace_with_constants`.
+    """
+    return unjitted(fun.__wrapped__) if is_jitted(fun) else fun
+
+
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """What a program has to know of an argument, be it an array, a tracer, a number or a shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -141,8 +150,8 @@ def made_up(shape: Any) -> Any:
         value = np.ones if jnp.issubdtype(shape.dtype, jnp.inexact) else np.zeros
         return value(shape.shape, shape.dtype)
     with jax.ensure_compile_time_eval():
-        one = jax.random.key(0, impl=str(jax.random.key_impl(shape)))
-        return jnp.broadcast_to(one, shape.shape)
+        key = jax.random.key(0, impl=shape.dtype._impl)
+        return jnp.broadcast_to(key, shape.shape)
 
 
 def has_effects(fun: Callable[[], Any]) -> bool:

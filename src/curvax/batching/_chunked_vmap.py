@@ -1,7 +1,6 @@
 """`chunked_vmap`: `jax.vmap`, a chunk at a time."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from curvax._checks import check_size
@@ -39,8 +38,8 @@ def chunked_vmap(
 
     Arguments:
         fun: the function of one example.
-        chunk_size: the most examples to compute at once; fewer are taken where that makes the
-            chunks even. None takes all at once.
+        chunk_size: the number of examples to compute at once; the last chunk may be short. None
+            takes all at once.
         in_axes: as in `jax.vmap`: for each positional argument an axis, None, or a pytree prefix
             of these. Keyword arguments are mapped over axis 0.
         out_axes: as in `jax.vmap`.
@@ -76,12 +75,12 @@ def chunked_vmap(
         memory_budget, {"chunk_size": chunk_size}, where, plan_for=plan_for, objective=objective
     )
 
-    def run(plan_of: Callable[[int], ChunkPlan], *args: Any, **kwargs: Any) -> Any:
+    def run(size: int | None, *args: Any, **kwargs: Any) -> Any:
         batch = mapped_arguments(fun, args, kwargs, in_axes, where)
         return map_chunks(
             lambda *arrays: batch.call(fun, arrays),
             batch,
-            plan_of(batch.length),
+            ChunkPlan.of(batch.length, size),
             out_axes=out_axes,
             checkpoint=checkpoint,
             where=where,
@@ -90,11 +89,11 @@ def chunked_vmap(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if budget is None:
-            return run(lambda n: ChunkPlan.of(n, chunk_size).balanced(), *args, **kwargs)
+            return run(chunk_size, *args, **kwargs)
         length = mapped_arguments(fun, args, kwargs, in_axes, where).length
         return budget.run(
             fun,
-            lambda size: functools.partial(run, lambda n: ChunkPlan.of(n, size)),
+            lambda size: functools.partial(run, size),
             args,
             kwargs,
             contiguous_sizes(length),

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, microbatch
 from curvax.diffops._options import BlockOptions
-from curvax.diffops._point import Point
+from curvax.diffops._point import Point, as_arrays
 from curvax.memory import Budget, Objective
 
 __all__ = ["fisher_information"]
@@ -55,7 +56,7 @@ def fisher_information(
     Raises:
         ValueError: if there are more batches than examples, arrays of `data` disagree in length,
             two sizes are given, or a budget with `jit=False`.
-        TypeError: if `x` is not real floating-point.
+        TypeError: if `x` is not real floating-point, or `loglike` no real scalar.
         MemoryBudgetError: if not even single examples fit the budget.
 
     Examples:
@@ -68,7 +69,8 @@ def fisher_information(
                [0., 1.]], dtype=float32)
     """
     where = "curvax.fisher_information"
-    point = Point.of(x, where)
+    loglike = _compat.unjitted(loglike)
+    point, x = Point.of(x, where), as_arrays(x)
     options = BlockOptions.of(
         _num_examples(data, where),
         where,
@@ -79,6 +81,7 @@ def fisher_information(
         jit=jit,
         what="examples",
     )
+    _check_scalar(loglike, x, data, where)
     g = jax.checkpoint(loglike) if checkpoint else loglike
 
     def products(x: PyTree, data: PyTree) -> Array:
@@ -97,6 +100,17 @@ def fisher_information(
         )
 
     return options.run(loglike, build, x, data, key=checkpoint), point.unflatten
+
+
+def _check_scalar(loglike: Fun, x: PyTree, data: PyTree, where: str) -> None:
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    returned = jax.eval_shape(loglike, x, jax.tree.map(shape, data))
+    real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
+    if not real or returned.shape != ():
+        raise TypeError(
+            f"{where}: loglike must return a real floating-point scalar for an example, got "
+            f"{returned}."
+        )
 
 
 def _num_examples(data: Any, where: str) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._tree import Same
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._options import BlockOptions
-from curvax.diffops._point import Point
+from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.memory import Budget, Objective
 
@@ -59,7 +60,8 @@ def gauss_newton(
 
     Raises:
         ValueError: as `hessian`; and if the weight does not fit the residuals.
-        TypeError: if `x` or a residual is not real floating-point.
+        TypeError: if `x` or a residual is not real floating-point, or the weight is not real or
+            returns something else than residuals.
         MemoryBudgetError: as `hessian`.
 
     Examples:
@@ -72,7 +74,8 @@ def gauss_newton(
                [5., 9.]], dtype=float32)
     """
     where = "curvax.gauss_newton"
-    point = Point.of(x, where)
+    f = _compat.unjitted(f)
+    point, x = Point.of(x, where), as_arrays(x)
     residuals = Point.of(jax.eval_shape(f, x), where, "f(x)")
     given, apply = _weight(weight, residuals, where)
 
@@ -112,8 +115,11 @@ def _weight(
     if weight is None:
         return None, lambda _, tree: tree
     if callable(weight):
+        _check_function(weight, residuals, where)
         return None, lambda _, tree: weight(tree)
     array = jnp.asarray(weight)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{where}: weight is of type {array.dtype}, but residuals are real.")
     size = residuals.size
     by_shape = len(residuals.shapes) == 1 and array.shape == residuals.shapes[0]
     if array.shape == (size, size) and not by_shape:
@@ -131,3 +137,17 @@ def _weight(
         return residuals.unflatten(product(array.astype(vector.dtype), vector))
 
     return array, apply
+
+
+def _check_function(weight: Fun, residuals: Point, where: str) -> None:
+    pairs = zip(residuals.shapes, residuals.dtypes, strict=True)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
+    given = jax.tree.unflatten(residuals.structure, shapes)
+    returned = jax.eval_shape(weight, given)
+    described = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(returned)]
+    expected = [(shape.shape, shape.dtype) for shape in shapes]
+    if jax.tree.structure(returned) != residuals.structure or described != expected:
+        raise TypeError(
+            f"{where}: weight must return what it is given, a pytree like the residuals. It is "
+            f"given {given} and returns {returned}."
+        )

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._options import BlockOptions
-from curvax.diffops._point import Point
+from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._stream import stream
 from curvax.memory import Budget, Objective
@@ -82,7 +83,8 @@ def hessian(
                [-400.,  200.]], dtype=float32)
     """
     where = "curvax.hessian"
-    point = Point.of(x, where)
+    f = _compat.unjitted(f)
+    point, x = Point.of(x, where), as_arrays(x)
     _check_scalar(f, x, has_aux, where)
 
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
@@ -160,7 +162,8 @@ def hessian_diagonal(
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
     where = "curvax.hessian_diagonal"
-    point = Point.of(x, where)
+    f = _compat.unjitted(f)
+    point, x = Point.of(x, where), as_arrays(x)
     _check_scalar(f, x, False, where)
 
     def prepare(x: PyTree) -> tuple[Any, None]:
@@ -238,7 +241,8 @@ def hessian_blocks(
                [4., 0.]], dtype=float32)
     """
     where = "curvax.hessian_blocks"
-    point = Point.of(x, where)
+    f = _compat.unjitted(f)
+    point, x = Point.of(x, where), as_arrays(x)
     _check_scalar(f, x, False, where)
     sizes = point.sizes
 

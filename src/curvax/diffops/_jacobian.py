@@ -6,10 +6,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._options import BlockOptions
-from curvax.diffops._point import Point
+from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._stream import stream
 from curvax.memory import Budget, Objective
@@ -95,7 +96,8 @@ def jacobian(
     where = "curvax.jacobian"
     if mode not in get_args(Mode):
         raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
-    point = Point.of(x, where)
+    f = _compat.unjitted(f)
+    point, x = Point.of(x, where), as_arrays(x)
     outputs = _outputs(f, x, has_aux, where)
     leaves, structure = jax.tree.flatten(outputs)
     reverse = _is_reverse(mode, point, leaves, out is not None, where)
@@ -112,7 +114,9 @@ def jacobian(
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
-        what="rows" if reverse else "parameters",
+        # Whoever leaves the mode to us counts in parameters.
+        most=None if mode == "reverse" else point.size,
+        what="rows" if mode == "reverse" else "parameters",
     )
     if out is not None:
         arrays, aux = stream(problem, x, options, out, overwrite, progress)

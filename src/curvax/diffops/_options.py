@@ -39,16 +39,18 @@ class BlockOptions:
         memory_budget: Budget | None = None,
         objective: Objective = "memory",
         jit: bool = True,
+        most: int | None = None,
         what: str = "parameters",
     ) -> "BlockOptions":
-        """Check what the user gave."""
+        """Check what the user gave. `nbatches` is at most `most`, or the length."""
         number = check_size("nbatches", nbatches, where)
         size = check_size("batch_size", batch_size, where)
         if number is None:
             raise TypeError(f"{where}: nbatches must be a Python integer, got None.")
-        if number > max(1, length):
+        most = length if most is None else most
+        if number > max(1, most):
             raise ValueError(
-                f"{where}: nbatches={number} is more than there are {what} to share out: {length}."
+                f"{where}: nbatches={number} is more than there are {what} to share out: {most}."
             )
         if size is not None and number != 1:
             raise ValueError(

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from curvax._tree import leaf_name
 from curvax._types import Array, PyTree, Size, TreeDef
 
-__all__ = ["Point"]
+__all__ = ["Point", "as_arrays"]
+
+
+def as_arrays(x: PyTree) -> PyTree:
+    """`x` with numbers as arrays: other numbers are then other data, not another program."""
+    return jax.tree.map(jnp.asarray, x)
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,7 @@ class Point:
         """Check that `x` can be differentiated by: real floating-point arrays and numbers."""
         leaves = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-            try:
-                array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
-            except TypeError:
-                array = None
+            array = _as_array(leaf)
             if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
                 kind = type(leaf).__name__ if array is None else array.dtype
                 raise TypeError(
@@ -61,8 +63,10 @@ class Point:
     def dtype(self) -> Any:
         """The dtype of vectors over all coordinates."""
         widest = jnp.finfo(jnp.float32).dtype if not self.dtypes else self.dtypes[0]
-        for dtype in self.dtypes:
-            widest = jnp.promote_types(widest, dtype)
+        # Strict promotion is for what users compute; a vector over all leaves has one dtype.
+        with jax.numpy_dtype_promotion("standard"):
+            for dtype in self.dtypes:
+                widest = jnp.promote_types(widest, dtype)
         return widest
 
     @property
@@ -98,3 +102,15 @@ class Point:
             numbers = start + jnp.arange(math.prod(shape), dtype=jnp.int32)
             parts.append((numbers == index).astype(dtype).reshape(shape))
         return jax.tree.unflatten(self.structure, parts)
+
+
+def _as_array(leaf: Any) -> Any:
+    """What has the shape and the dtype of a leaf; None if it is nothing like an array."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, str | bytes):  # JAX would take it for the name of a dtype.
+        return None
+    try:
+        return jnp.asarray(leaf)
+    except TypeError:
+        return None
