@@ -83,6 +83,19 @@ def test_the_second_call_traces_and_compiles_nothing(name, way, compilations):
 
 
 @each_function
+@pytest.mark.parametrize("way", [{"batch_size": 2}, {"memory_budget": "1MB"}], ids=str)
+def test_a_call_under_jit_does_not_keep_later_ones_from_being_compiled(name, way, compilations):
+    compute, f, options = COMPUTED[name]
+    f, x = CountTraces(f), normal(0, 5)
+    run = lambda x: jax.tree.leaves(compute(f, x, **options, **way))[0]
+    inside = jax.jit(run)(x)
+    np.testing.assert_allclose(run(x), inside, rtol=1e-12, atol=1e-12)
+    traced, compiled = f.count, len(compilations)
+    run(x)
+    assert (f.count, len(compilations)) == (traced, compiled)
+
+
+@each_function
 def test_it_is_traced_twice_at_first(name):
     """Once for the shapes of what it returns, once for the program; whatever the blocks."""
     f, run = setting(name)

@@ -21,8 +21,9 @@ def residuals(x):
 
 
 def dense(f, x, W=None):
-    J = naive_jacobian(lambda x: jnp.concatenate([r.ravel() for r in jax.tree.leaves(f(x))]), x)
-    return J.T @ (J if W is None else W @ J)
+    flat = lambda x: jnp.concatenate([r.ravel() for r in jax.tree.leaves(f(x))])
+    J = np.asarray(naive_jacobian(flat, x))
+    return J.T @ (J if W is None else np.asarray(W) @ J)
 
 
 WEIGHTS = {
@@ -44,8 +45,6 @@ def test_any_weight(weight, W):
 @pytest.mark.parametrize(
     "way",
     [
-        {},
-        {"batch_size": 3},
         {"memory_budget": "1MB"},
         {"memory_budget": "1MB", "objective": "time"},
         {"checkpoint": True, "nbatches": 4},
@@ -92,7 +91,7 @@ def test_under_jit_and_vmap():
     xs, weights = normal(7, 3, 4), normal(8, 3, 6)
     run = jax.jit(jax.vmap(lambda x, w: gauss_newton(residuals, x, w, batch_size=3)[0]))
     expected = [dense(residuals, x, jnp.diag(w)) for x, w in zip(xs, weights, strict=True)]
-    assert_same(run(xs, weights), jnp.stack(expected))
+    assert_same(run(xs, weights), np.stack(expected))
 
 
 def test_another_weight_of_the_same_shape_is_not_mistaken_for_the_first():

@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -43,8 +44,8 @@ def expected(name):
 
 def expected_diagonal(case):
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, case.x))
-    diagonal = jnp.diagonal(expected(case.name))
-    parts = jnp.split(diagonal, jnp.cumsum(jnp.array([leaf.size for leaf in leaves]))[:-1])
+    diagonal = np.diagonal(expected(case.name))
+    parts = np.split(diagonal, np.cumsum([leaf.size for leaf in leaves])[:-1])
     like = lambda part, leaf: part.reshape(leaf.shape).astype(leaf.dtype)
     return structure.unflatten(map(like, parts, leaves))
 
@@ -54,7 +55,7 @@ def expected_blocks(case):
     blocks, start = [], 0
     for leaf in leaves:
         rows = slice(start, start + leaf.size)
-        block = expected(case.name)[rows, rows].astype(leaf.dtype)
+        block = np.asarray(expected(case.name))[rows, rows].astype(leaf.dtype)
         blocks.append(block.reshape(leaf.shape + leaf.shape))
         start += leaf.size
     return structure.unflatten(blocks)
@@ -66,11 +67,9 @@ KINDS = {
     "blocks": (hessian_blocks, expected_blocks),
 }
 WAYS = {
-    "all at once": {},
     "batches": {"nbatches": 4},
     "budget": {"memory_budget": "1MB"},
     "checkpoint": {"checkpoint": True, "batch_size": 4},
-    "no jit": {"jit": False},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -94,11 +93,16 @@ def test_whatever_the_options(way, kind):
 
 
 @each_kind
+def test_without_compiling(kind):
+    assert_is_right(kind, LOSS_BY_NAME["log-likelihood"], jit=False)
+
+
+@each_kind
 def test_the_fastest_size_gives_the_same(kind):
     assert_is_right(kind, LOSS_BY_NAME["branches"], memory_budget="1MB", objective="time")
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(n=st.integers(1, 9), size=st.integers(1, 10), by_number=st.booleans())
 def test_any_sizes(n, size, by_number):
     mix = normal(3, n, n)
@@ -119,8 +123,8 @@ class TestUnderTransformations:
         xs = normal(5, 3, 5)
         run = lambda x: (hessian(cube, x, **way)[0], hessian_diagonal(cube, x, **way))
         H, diagonal = jax.jit(jax.vmap(run))(xs)
-        expected = jnp.stack([hessian_of_cube(x) for x in xs])
-        assert_same((H, diagonal), (expected, jnp.diagonal(expected, axis1=1, axis2=2)))
+        expected = np.stack([hessian_of_cube(x) for x in xs])
+        assert_same((H, diagonal), (expected, np.diagonal(expected, axis1=1, axis2=2)))
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_grad(self, kind):
@@ -184,7 +188,7 @@ def test_the_bar_counts_blocks(function, blocks, capsys):
         function(f, {"a": a, "b": jnp.array(1.0)}, batch_size=2, progress=True)
         jax.effects_barrier()
         error = capsys.readouterr().err
-        assert error.startswith(function.__name__)
+        assert error.startswith(f"\r{function.__name__}: ")
         assert re.findall(r"(\d+)/(\d+) ", error)[-1] == (str(blocks), str(blocks))
 
 
@@ -228,9 +232,8 @@ class TestErrors:
             function(jnp.argmax, X)
 
     def test_nothing_fits(self, function):
-        with pytest.raises(curvax.MemoryBudgetError, match=function.__name__) as info:
+        with pytest.raises(curvax.MemoryBudgetError, match=rf"^curvax\.{function.__name__}: "):
             function(cube, X, memory_budget=16)
-        function(cube, X, memory_budget=info.value.smallest_budget)
 
 
 class TestMemory:

@@ -28,32 +28,35 @@ def loss(x):
     return jnp.sum(jnp.sin(x) ** 3) * x[0]
 
 
+hessian_of_loss = jax.jit(jax.hessian(loss))
+
+
 def vector(x):
     return jnp.sin(x[:3]) * x[0]
 
 
 class TestResult:
+    """To the last bits: it is another program than that for memory, which may round otherwise."""
+
     @pytest.mark.parametrize("way", [{"batch_size": 3}, {"nbatches": 7}], ids=str)
-    def test_a_hessian_is_that_in_memory_bit_for_bit(self, tmp_path, way):
+    def test_a_hessian_is_that_in_memory(self, tmp_path, way):
         H, unflatten = hessian(loss, X, **way, out=tmp_path / "H.zarr")
         assert isinstance(H, zarr.Array)
-        np.testing.assert_array_equal(H[...], hessian(loss, X, **way)[0])
+        assert_same(H[...], hessian(loss, X, **way)[0], 1e-14, 1e-14)
         assert_same(unflatten(X), X)
 
     @pytest.mark.parametrize("mode", ["forward", "reverse"])
     @pytest.mark.parametrize("size", [1, 2, 10])
-    def test_a_jacobian_is_that_in_memory_bit_for_bit(self, tmp_path, mode, size):
+    def test_a_jacobian_is_that_in_memory(self, tmp_path, mode, size):
         options = {"batch_size": size, "mode": mode, "checkpoint": size == 2}
         J, _ = jacobian(vector, X, **options, out=str(tmp_path / "J.zarr"))
-        np.testing.assert_array_equal(J[...], jacobian(vector, X, **options)[0])
+        assert_same(J[...], jacobian(vector, X, **options)[0], 1e-14, 1e-14)
 
     def test_several_arrays_are_a_group(self, tmp_path):
         J, _ = jacobian(mixed, MIXED, batch_size=3, out=tmp_path / "J.zarr")
         assert_same(
             jax.tree.map(lambda array: array[...], J), naive_jacobian(mixed, MIXED), 1e-5, 1e-5
         )
-        in_memory, _ = jacobian(mixed, MIXED, batch_size=3, mode="forward")
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[...], b), J, in_memory)
         group = zarr.open_group(str(tmp_path / "J.zarr"), mode="r")
         assert {name for name, _ in group.arrays()} == {"double_0", "double_1", "single"}
 
@@ -64,7 +67,7 @@ class TestResult:
 
     def test_mixed_dtypes_and_numbers(self, tmp_path):
         H, _ = hessian(mixed_loss, MIXED, batch_size=4, out=tmp_path / "H.zarr")
-        np.testing.assert_array_equal(H[...], hessian(mixed_loss, MIXED, batch_size=4)[0])
+        assert_same(H[...], hessian(mixed_loss, MIXED, batch_size=4)[0], 1e-5, 1e-5)
         f = lambda p: p["a"] ** 2 * p["b"]
         H, _ = hessian(f, {"a": 3.0, "b": np.float64(2.0)}, out=tmp_path / "numbers.zarr")
         np.testing.assert_allclose(H[...], [[4, 6], [6, 0]])
@@ -74,7 +77,7 @@ class TestResult:
         for _ in range(2):
             H, _, aux = hessian(f, X, batch_size=3, has_aux=True, out=tmp_path / "H.zarr")
             assert_same(aux, f(X)[1])
-            assert_same(jnp.asarray(H[...]), jax.hessian(loss)(X))
+            assert_same(jnp.asarray(H[...]), hessian_of_loss(X))
 
     def test_nothing(self, tmp_path):
         H, _ = hessian(jnp.sum, jnp.zeros(0), out=tmp_path / "H.zarr")
@@ -95,7 +98,7 @@ class TestBlocks:
         monkeypatch.setattr(_stream, "BLOCK_BYTES", 8 * 7 * 3)
         H, _ = hessian(loss, X, out=tmp_path / "H.zarr")
         assert H.chunks == (3, 7)
-        assert_same(jnp.asarray(H[...]), jax.hessian(loss)(X))
+        assert_same(jnp.asarray(H[...]), hessian_of_loss(X))
 
     @pytest.mark.parametrize("way", [{"batch_size": 3}, {"nbatches": 3}], ids=str)
     def test_columns_are_blocks_of_the_last_axis(self, tmp_path, way):
@@ -117,7 +120,7 @@ class TestBlocks:
             hessian(loss, X, memory_budget=100, out=tmp_path / "H.zarr")
         budget = info.value.smallest_budget
         H, _ = hessian(loss, X, memory_budget=budget, out=tmp_path / "H.zarr")
-        assert_same(jnp.asarray(H[...]), jax.hessian(loss)(X))
+        assert_same(jnp.asarray(H[...]), hessian_of_loss(X))
 
     def test_a_store_that_was_begun_keeps_its_blocks(self, tmp_path):
         hessian(loss, X, batch_size=2, out=tmp_path / "H.zarr")
@@ -158,7 +161,7 @@ def test_the_store_of_something_else_is_refused_unless_it_may_be_replaced(tmp_pa
         hessian(f, x, batch_size=3, out=path)
     np.testing.assert_array_equal(zarr.open_array(str(path), mode="r")[...], before)
     H, _ = hessian(f, x, batch_size=3, out=path, overwrite=True)
-    np.testing.assert_array_equal(H[...], hessian(f, x, batch_size=3)[0])
+    assert_same(H[...], hessian(f, x, batch_size=3)[0], *([1e-5 if x.dtype == "f4" else 1e-14] * 2))
 
 
 def test_a_jacobian_is_not_a_hessian(tmp_path):
@@ -211,7 +214,9 @@ class TestProgress:
                 raise KeyboardInterrupt
             return compute(self, rows)
 
-        run = lambda: hessian(loss, X, batch_size=1, progress=True, out=tmp_path / "H.zarr")
+        run = lambda name="H.zarr": hessian(
+            loss, X, batch_size=1, progress=True, out=tmp_path / name
+        )
         monkeypatch.setattr(_stream._Blocks, "compute", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
@@ -221,7 +226,7 @@ class TestProgress:
         shown = self.shown(capsys)
         assert shown[0] == ("3", "7")
         assert shown[-1] == ("7", "7")
-        np.testing.assert_array_equal(H[...], hessian(loss, X, batch_size=1)[0])
+        np.testing.assert_array_equal(H[...], run("uninterrupted.zarr")[0][...])
 
     def test_there_is_none_unless_asked_for(self, tmp_path, capsys):
         hessian(loss, X, batch_size=1, out=tmp_path / "H.zarr")

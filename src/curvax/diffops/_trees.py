@@ -40,7 +40,7 @@ def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
             f"{point.size}), got {jnp.shape(H)}."
         )
     rows = [
-        H[start : start + size].reshape(*shape, point.size)
+        H[start : start + size].reshape((*shape, point.size))
         for start, size, shape in zip(point.offsets, point.sizes, point.shapes, strict=True)
     ]
     return jax.tree.unflatten(point.structure, [_split(row, point) for row in rows])
@@ -83,7 +83,7 @@ def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
 def _split(array: Array, point: Point) -> PyTree:
     """The last axis taken apart for the leaves."""
     parts = [
-        array[..., start : start + size].reshape(*array.shape[:-1], *shape)
+        array[..., start : start + size].reshape((*array.shape[:-1], *shape))
         for start, size, shape in zip(point.offsets, point.sizes, point.shapes, strict=True)
     ]
     return jax.tree.unflatten(point.structure, parts)
