@@ -89,7 +89,7 @@ $(BIN)/python:
 $(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "==> set-up: installing curvax into $(VENV)"
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) pip
-	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable .
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[disk,plot]'
 	@touch $@
 
 .PRECIOUS: $(VENV)/.group-%

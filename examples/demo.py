@@ -4,12 +4,13 @@ import time
 
 import jax
 
-from examples import particles, telescope, tsunami
+from examples import error_bars, particles, telescope, tsunami
 
 PARTS = (
     ("A telescope that sees its own faults", telescope.run),
     ("Particles that stay private", particles.run),
     ("A wave traced back to its source", tsunami.run),
+    ("A network that knows what it does not know", error_bars.run),
 )
 
 

@@ -1,6 +1,7 @@
 """What runs within a budget fits it, and blocks a tenth larger would not."""
 
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,11 @@ def test_resident_memory_stays_within_the_budget():
     budget, compiler = 150_000_000, 60_000_000
     assert resident("within", budget) < budget + compiler
     assert resident("at-once") > budget + compiler
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_hessian_of_20000_parameters_goes_to_disk_in_less_than_a_gigabyte(tmp_path):
+    """It has 1.6; the rest is what the interpreter had with JAX, before anything was compiled."""
+    assert resident("to-disk", tmp_path / "H.zarr") < 1e9
+    shutil.rmtree(tmp_path / "H.zarr")

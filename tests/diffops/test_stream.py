@@ -191,12 +191,12 @@ class TestErrors:
 
     def test_something_else_in_the_way(self, tmp_path, function):
         (tmp_path / "H.zarr").write_text("mine")
-        with pytest.raises(FileExistsError, match="a file. It is not touched"):
+        with pytest.raises(FileExistsError, match=r"a file\. It is not touched"):
             function(loss, X, out=tmp_path / "H.zarr", overwrite=True)
 
 
 def test_rows_of_several_arrays_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="one array with one axis. Use mode='forward'"):
+    with pytest.raises(ValueError, match=r"one array with one axis\. Use mode='forward'"):
         jacobian(mixed, MIXED, mode="reverse", out=tmp_path / "J.zarr")
 
 
