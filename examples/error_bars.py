@@ -96,7 +96,7 @@ def run() -> None:
     print("\n  at       fitted    truth    error bar")
     for at, fitted, bar in zip(points, predict(params, jnp.asarray(points)), variance, strict=True):
         bar = float(np.sqrt(bar))
-        length = min(44, round(44 * bar / 2))
+        length = min(44, round(44 * bar / 4))
         print(f"  {at:5.2f} {fitted:9.2f} {np.sin(1.5 * at):8.2f} {bar:10.3f}  {'#' * length}")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,7 @@ X = normal(0, 5)
 
 
 def cube(x):
-    return jnp.sum(x**3) * x[0] + jnp.prod(jnp.sin(x))
+    return jnp.sum(x**3) * x[0] + jnp.sum(jnp.sin(x)) ** 2
 
 
 hessian_of_cube = jax.jit(jax.hessian(cube))
@@ -97,9 +97,9 @@ def test_without_compiling(kind):
     assert_is_right(kind, LOSS_BY_NAME["log-likelihood"], jit=False)
 
 
-@each_kind
-def test_the_fastest_size_gives_the_same(kind):
-    assert_is_right(kind, LOSS_BY_NAME["branches"], memory_budget="1MB", objective="time")
+def test_the_fastest_size_gives_the_same():
+    H, _ = hessian(cube, X, memory_budget="1MB", objective="time")
+    assert_same(H, hessian_of_cube(X))
 
 
 @settings(max_examples=5)
@@ -126,7 +126,7 @@ class TestUnderTransformations:
         expected = np.stack([hessian_of_cube(x) for x in xs])
         assert_same((H, diagonal), (expected, np.diagonal(expected, axis1=1, axis2=2)))
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["matrix", "diagonal"])
     def test_grad(self, kind):
         compute, _ = KINDS[kind]
         part = (lambda H: H) if kind != "diagonal" else jnp.diagonal
@@ -232,8 +232,9 @@ class TestErrors:
             function(jnp.argmax, X)
 
     def test_nothing_fits(self, function):
+        f = lambda x: jnp.sum(x**3)
         with pytest.raises(curvax.MemoryBudgetError, match=rf"^curvax\.{function.__name__}: "):
-            function(cube, X, memory_budget=16)
+            function(f, X[:2], memory_budget=8)
 
 
 class TestMemory:

@@ -121,7 +121,7 @@ class TestAuto:
         return int(re.findall(r"(\d+)/\1 ", capsys.readouterr().err)[-1])
 
     def test_few_outputs_are_rows(self, capsys):
-        assert self.blocks(lambda x: jnp.stack([jnp.sum(x), jnp.prod(x)]), X, capsys) == 2
+        assert self.blocks(lambda x: jnp.stack([jnp.sum(x), jnp.sum(x**2)]), X, capsys) == 2
 
     def test_few_parameters_are_columns(self, capsys):
         assert self.blocks(lambda x: jnp.outer(x, x), normal(1, 3), capsys) == 3
@@ -131,7 +131,7 @@ class TestAuto:
 
     @pytest.mark.parametrize("nbatches", [3, 5])
     def test_batches_are_counted_in_parameters(self, nbatches):
-        f = lambda x: jnp.stack([jnp.sum(x**2), jnp.prod(x)])
+        f = lambda x: jnp.stack([jnp.sum(x), jnp.sum(x**2)])
         assert_same(jacobian(f, X, nbatches)[0], jax.jit(jax.jacfwd(f))(X))
 
 
@@ -229,7 +229,7 @@ class TestDtypes:
         assert_same(J, jnp.array([[2.0, 0.0], [0.0, 4.0]], jnp.bfloat16))
 
 
-@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
 @pytest.mark.parametrize("way", [{"batch_size": 2}, {"memory_budget": "1MB"}], ids=str)
 class TestNothing:
     def test_no_parameters(self, mode, way):

@@ -254,7 +254,7 @@ def test_killed_at_any_moment_it_resumes(tmp_path, kills):
     """Files are compared, so nothing that a kill leaves behind may remain either."""
     path = tmp_path / "killed.zarr"
     for _ in range(kills):
-        run_program(path, random.uniform(0.0, 2.0), 0.03 if kills == 3 else 0.3)
+        run_program(path, random.uniform(0.0, 2.0), 0.1 if kills == 3 else 1.0)
     run_program(path, pause=0)
     run_program(tmp_path / "whole.zarr", pause=0)
     assert chunks(path) == chunks(tmp_path / "whole.zarr")
@@ -269,3 +269,9 @@ def test_streaming_holds_one_block(tmp_path):
     H, _ = hessian(loss, x, memory_budget=budget, out=tmp_path / "H.zarr")
     assert H.chunks[0] >= size
     assert curvax.memory_usage(lambda x: hessian(loss, x)[0], x).added_bytes > 9 * budget
+
+
+@pytest.mark.parametrize("options", [{"jit": False}, {"memory_budget": "1MB", "objective": "time"}])
+def test_options_that_do_not_go_with_the_disk_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="out= does not go with jit=False or objective='time'"):
+        hessian(loss, X, out=tmp_path / "H.zarr", **options)

@@ -4,9 +4,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from curvax import _compat
 from curvax._checks import check_size
 from curvax._types import Fun, PyTree
 from curvax.memory import Budget, BudgetRequest, Objective, run_compiled
@@ -94,9 +91,7 @@ class BlockOptions:
                 rehearse=lambda size: self._rehearsal(build, size),
             )
         call = build(self.size, None)
-        # Under a transformation there is nothing to run yet, and nothing to keep for who runs it.
-        is_traced = any(map(_compat.is_tracer, jax.tree.leaves(args)))
-        if is_traced or not self.jit:
+        if not self.jit:
             return call(*args)
         return run_compiled(fun, call, args, {}, key=(key, self.size))
 

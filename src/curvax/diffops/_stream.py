@@ -47,6 +47,11 @@ def stream(
     """The arrays of a problem with one part, on disk at `out`, and its auxiliary value."""
     where = options.where
     path = check_path(out, where)
+    if not options.jit or (options.budget is not None and options.budget.objective == "time"):
+        raise ValueError(
+            f"{where}: blocks for the disk are always compiled, and as large as the budget allows: "
+            f"out= does not go with jit=False or objective='time'."
+        )
     (part,) = problem.parts
     if any(map(_compat.is_tracer, jax.tree.leaves(x))):
         raise ValueError(f"{where}: {_NOT_TRACED.format(path)}")

@@ -82,14 +82,14 @@ def run_compiled(
     As `jax.jit` does; but what is kept does not outlive `fun`, of which `call_with` is made.
     """
     call = _Call.of(args, kwargs)
+    if call.is_traced:
+        return call_with(*args, **kwargs)
     kept = _kept.get(
         fun,
         (key, call.key, _compat.tracing_context()),
         lambda: _Kept(None, call.compile(call_with)),
     )
-    if kept.value is None or call.is_traced:
-        return call_with(*args, **kwargs)
-    return kept.value(*call.leaves)
+    return call_with(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class BudgetRequest:
         planned = build(kept.plan.batch_size)
         if call.is_traced:
             return planned(*args, **kwargs)
-        if kept.value is None and self.plan_for == "gradient":
+        if kept.value is None:
             kept.value = call.compile(planned)
         return planned(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
 
