@@ -21,6 +21,10 @@ __all__ = ["fastest"]
 FIRST = 32
 MOST_SIZES = 8
 MOST_SECONDS = 20.0
+RUN_SECONDS = 0.5
+MOST_RUNS = 10
+BETTER = 0.98
+"""A size has to be this much faster than the one before it: the rest is noise."""
 
 
 def fastest(
@@ -55,7 +59,7 @@ def fastest(
     measure(here)
     while True:
         there = min((here - 1, here + 1), key=measure)
-        if measure(there) >= measure(here):
+        if measure(there) >= BETTER * measure(here):
             break
         here = there
     return _at(plan, program, sizes[here])
@@ -80,13 +84,13 @@ def _at(plan: MemoryPlan, program: Callable[[int], Program], size: int) -> Memor
 
 
 def _seconds(program: Program, leaves: Sequence[Any] | None) -> float:
-    """The better of two runs, after one to warm up."""
+    """The best of some runs, after one to warm up."""
     executable = program.compile()
     given = [*executable.consts, *(leaves or ())]
     if leaves is None or any(map(_compat.is_tracer, given)):
         given = _made_up(executable, program)
-    times = []
-    for _ in range(3):
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < RUN_SECONDS and len(times) < MOST_RUNS):
         begin = time.perf_counter()
         jax.block_until_ready(executable.compiled(*given))
         times.append(time.perf_counter() - begin)
