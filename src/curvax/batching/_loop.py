@@ -15,7 +15,7 @@ from jax import lax
 
 from curvax import _compat, _rows
 from curvax._types import Array, Carry, Fun, PyTree, Size
-from curvax.batching._plan import Chunk, ChunkPlan
+from curvax.batching._plan import Chunk, ChunkPlan, Run
 from curvax.batching._reducers import Reducer
 
 __all__ = ["reduce_chunks", "trace_once"]
@@ -84,25 +84,27 @@ def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
 def _run_all(
     step: Callable[[Carry, Chunk], Carry], carry: Carry, plan: ChunkPlan, limit: Size | None
 ) -> Carry:
-    # The number of the next chunk is handed on from loop to loop, and the compiler is kept from
+    runs = plan.runs(limit)
+    # The number of the next chunk is handed on from run to run, and the compiler is kept from
     # seeing that it knows it. Else it computes a chunk that stands alone beside the loop, or before
     # it, and holds two at a time.
-    runs = plan.runs(limit)
-    index = lax.optimization_barrier(jnp.int32(0)) if len(runs) > 1 else 0
+    handed_on = len(runs) > 1
+    number = lax.optimization_barrier(jnp.int32(0)) if handed_on else 0
     for run in runs:
-        body = lambda _, state, run=run: (
-            state[0] + 1,
-            step(state[1], Chunk(plan, run, state[0])),
-        )
+
+        def body(index: Size, state: tuple[Size, Carry], run: Run = run) -> tuple[Size, Carry]:
+            number, carry = state
+            carry = step(carry, Chunk(plan, run, number if handed_on else index))
+            return (number + 1 if handed_on else number), carry
+
         last = run.first + run.count
         if isinstance(limit, jax.Array):
-            index, carry = lax.fori_loop(
-                run.first, jnp.clip(limit, run.first, last), body, (index, carry)
-            )
+            last = jnp.clip(limit, run.first, last)
+            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
         elif run.count > 1:
-            index, carry = lax.fori_loop(run.first, last, body, (index, carry))
+            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
         else:
-            index, carry = body(run.first, (index, carry))
+            number, carry = body(run.first, (number, carry))
     return carry
 
 

@@ -7,7 +7,6 @@ the last, so it is right also where one compiled program runs many times.
 from typing import Any
 
 import jax
-from tqdm.auto import tqdm
 
 __all__ = ["Progress"]
 
@@ -27,6 +26,8 @@ class Progress:
 
     def advance(self) -> None:
         """Another block is done; to be called while it runs."""
+        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
+
         if self._bar is None:
             self._bar = tqdm(
                 total=self._total, desc=self._description, unit="block", initial=self._done
