@@ -19,7 +19,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -266,9 +265,11 @@ def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
 
     Programs inside of programs are found by it wherever an operation's parameters keep them.
     """
-    if isinstance(x, ClosedJaxpr):
+    from jax.extend import core  # It loads much that is not needed otherwise.
+
+    if isinstance(x, core.ClosedJaxpr):
         return x.jaxpr, x.consts
-    return (x, ()) if isinstance(x, Jaxpr) else None
+    return (x, ()) if isinstance(x, core.Jaxpr) else None
 
 
 def as_function(program: Any) -> Callable[..., list[Any]]:
@@ -278,4 +279,6 @@ def as_function(program: Any) -> Callable[..., list[Any]]:
 
 def is_literal(x: Any) -> bool:
     """Whether what an operation reads is a value written into the program, not a variable."""
-    return isinstance(x, Literal)
+    from jax.extend import core
+
+    return isinstance(x, core.Literal)
