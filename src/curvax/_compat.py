@@ -133,13 +133,16 @@ def unjitted(fun: Any) -> Callable[..., Any]:
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """What a program has to know of an argument, be it an array, a tracer, a number or a shape."""
+    """What a program has to know of an argument, be it an array, a tracer, a number or a shape.
+
+    An array says on which devices it lies. A tracer does not, whatever its type says of axes; a
+    program for it alone is for one device.
+    """
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     kind = jax.typeof(x)
-    sharding = sharding_of(x)
-    if sharding is None and isinstance(x, jax.Array) and not is_tracer(x) and x.committed:
-        sharding = x.sharding
+    placed = isinstance(x, jax.Array) and not is_tracer(x) and x.committed
+    sharding = x.sharding if placed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 

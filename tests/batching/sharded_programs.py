@@ -57,6 +57,10 @@ def check_mesh(kind):
             count += 1
     for name, fun, naive in programs(16):
         agree(name, fun(x), naive(X))
+    for budget in (6_000, 60_000):
+        planned = curvax.chunked_vmap(example, memory_budget=budget)
+        agree("to a budget", planned(x), jax.vmap(example)(X))
+        agree("to a budget, under jit", jax.jit(planned)(x), jax.vmap(example)(X))
     stays = jax.jit(curvax.micro_vmap(example, microbatch_size=16))
     assert stays(x).sharding.spec[0] == "data"
     assert not re.search(r"all-(gather|reduce|to-all)\(", stays.lower(x).compile().as_text())

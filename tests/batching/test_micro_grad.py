@@ -142,3 +142,14 @@ def test_num_real_microbatches_leaves_the_other_examples_out(traced):
     result, per_example = jax.jit(run)(2) if traced else run(2)
     assert result == 1 + 2 + 3 + 4 + 5 + 6
     np.testing.assert_array_equal(per_example.values, [1, 2, 3, 4, 5, 6, 0])
+
+
+def test_it_composes_with_an_outer_vmap():
+    fun = lambda w, x: jnp.sum(jnp.sin(x * w) ** 2)
+    clip = lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g))
+    micro = curvax.micro_grad(fun, keep_batch_dim=False, microbatch_size=2, transform_fn=clip)
+    naive = lambda w, x: jax.vmap(lambda x: clip(jax.grad(fun)(w, x)))(x).sum(0)
+    w = jnp.linspace(0.1, 1.0, 6).reshape(2, 3)
+    x = jnp.sin(jnp.arange(30.0)).reshape(2, 5, 3)
+    total = lambda w, x: micro(w, x)[0]
+    assert_same(jax.vmap(derivatives(total))(w, x), jax.vmap(derivatives(naive))(w, x))

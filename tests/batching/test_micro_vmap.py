@@ -306,3 +306,14 @@ def test_a_running_mean_does_not_overflow():
     run = lambda kind: curvax.micro_vmap(lambda x: x, microbatch_size=1, accumulator=kind)(x)
     np.testing.assert_allclose(run(AccumulationType.RUNNING_MEAN), 1e38, rtol=1e-6)
     assert jnp.isinf(run(AccumulationType.MEAN))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64])
+@pytest.mark.parametrize("order", ["strided", "contiguous"])
+def test_rows_of_every_dtype_come_back_in_their_places(dtype, order):
+    x = jnp.arange(14).reshape(7, 2).astype(dtype)
+    options = {"accumulator": AccumulationType.CONCAT, "order": order}
+    mapped = curvax.micro_vmap(lambda x: x * x, microbatch_size=3, **options)
+    batched = curvax.microbatch(lambda x: x * x, 0, 3, **options)
+    for fun in (mapped, batched):
+        assert_same(jax.jit(fun)(x), x * x, rtol=0, atol=0)
