@@ -12,6 +12,7 @@ from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._stream import stream
+from curvax.diffops._value import linear_map, value_shapes
 from curvax.memory import Budget, Objective
 
 __all__ = ["hessian", "hessian_blocks", "hessian_diagonal"]
@@ -89,10 +90,7 @@ def hessian(
 
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
         gradient = jax.grad(jax.checkpoint(f) if checkpoint else f, has_aux=has_aux)
-        if has_aux:
-            _, product, aux = jax.linearize(gradient, x, has_aux=True)
-            return product, aux
-        return jax.linearize(gradient, x)[1], None
+        return linear_map(jax.linearize, gradient, x, has_aux)
 
     def column(product: Any, index: Size) -> Array:
         return point.flatten(product(point.direction(index)))
@@ -285,14 +283,7 @@ def hessian_blocks(
 
 
 def _check_scalar(f: Fun, x: PyTree, has_aux: bool, where: str) -> None:
-    returned = jax.eval_shape(f, x)
-    if has_aux:
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TypeError(
-                f"{where}: with has_aux=True, f must return a pair (value, aux), got "
-                f"{type(returned).__name__}."
-            )
-        returned, _ = returned
+    returned = value_shapes(f, x, has_aux, where)
     real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
     if not real or returned.shape != ():
         raise TypeError(

@@ -13,6 +13,7 @@ from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._stream import stream
+from curvax.diffops._value import linear_map, value_shapes
 from curvax.memory import Budget, Objective
 
 __all__ = ["jacobian"]
@@ -136,11 +137,7 @@ def jacobian(
 
 def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
-        g = jax.checkpoint(f) if checkpoint else f
-        if has_aux:
-            _, push_forward, aux = jax.linearize(g, x, has_aux=True)
-            return push_forward, aux
-        return jax.linearize(g, x)[1], None
+        return linear_map(jax.linearize, jax.checkpoint(f) if checkpoint else f, x, has_aux)
 
     def column(push_forward: Any, index: Size) -> PyTree:
         return push_forward(point.direction(index))
@@ -154,11 +151,7 @@ def _by_rows(
     leaves, structure = jax.tree.flatten(outputs)
 
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
-        g = jax.checkpoint(f) if checkpoint else f
-        if has_aux:
-            _, pull_back, aux = jax.vjp(g, x, has_aux=True)
-            return pull_back, aux
-        return jax.vjp(g, x)[1], None
+        return linear_map(jax.vjp, jax.checkpoint(f) if checkpoint else f, x, has_aux)
 
     def part(number: int) -> Part:
         leaf = leaves[number]
@@ -177,14 +170,7 @@ def _by_rows(
 
 def _outputs(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
     """The shapes of what `f` returns, checked to be something that has derivatives."""
-    returned = jax.eval_shape(f, x)
-    if has_aux:
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TypeError(
-                f"{where}: with has_aux=True, f must return a pair (value, aux), got "
-                f"{type(returned).__name__}."
-            )
-        returned, _ = returned
+    returned = value_shapes(f, x, has_aux, where)
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(

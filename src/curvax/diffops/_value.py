@@ -1,0 +1,31 @@
+"""What a function of the user's returns: its value, and perhaps an auxiliary one beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from curvax._types import Fun, PyTree
+
+__all__ = ["linear_map", "value_shapes"]
+
+
+def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
+    """The shapes of the value that `f` returns."""
+    returned = jax.eval_shape(f, x)
+    if not has_aux:
+        return returned
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            f"{where}: with has_aux=True, f must return a pair (value, aux), got "
+            f"{type(returned).__name__}."
+        )
+    return returned[0]
+
+
+def linear_map(
+    transform: Callable[..., tuple[Any, ...]], f: Fun, x: PyTree, has_aux: bool
+) -> tuple[Any, PyTree]:
+    """The linear map that `jax.linearize` or `jax.vjp` makes of `f` at `x`, and what is beside."""
+    _, mapped, *aux = transform(f, x, has_aux=has_aux)
+    return mapped, aux[0] if aux else None
