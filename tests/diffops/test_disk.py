@@ -100,10 +100,12 @@ class TestRoundTrip:
             assert store.unfinished() == []
             assert_complete(open_store(tmp_path / f"{number}", specs, length=length))
 
-    def test_zeros_are_written_too(self, tmp_path):
-        store = open_store(tmp_path / "x.zarr")
-        store.write(0, [np.zeros((4, 3))])
-        assert (tmp_path / "x.zarr/c/0/0").stat().st_size == 4 * 3 * 8
+    @pytest.mark.parametrize("value", [0.0, np.nan, np.int32(0), False], ids=str)
+    def test_what_looks_empty_is_written_too(self, tmp_path, value):
+        block = np.full((4, 3), value)
+        store = open_store(tmp_path / "x.zarr", [spec("", (10, 3), block.dtype)])
+        store.write(0, [block])
+        assert (tmp_path / "x.zarr/c/0/0").stat().st_size == block.nbytes
 
     def test_what_is_not_done_reads_as_nan(self, tmp_path):
         store = open_store(tmp_path / "x.zarr")

@@ -195,13 +195,11 @@ class BlockStore:
 
     def _open(self, mode: Literal["r", "r+"]) -> list[Any]:
         zarr = _import_zarr("BlockStore")
-        # A chunk of zeros is written like any other, so that every mark has its chunks.
-        config: Any = {"write_empty_chunks": True}
         store = zarr.storage.LocalStore(self.path, read_only=mode == "r")
-        return [
-            zarr.open_array(store=store, path=name, mode=mode, config=config)
-            for name in self._names()
-        ]
+        # A chunk of zeros is written like any other, so that every mark has its chunks. Zarr takes
+        # that setting from here when it opens an array, and not always from an argument.
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            return [zarr.open_array(store=store, path=name, mode=mode) for name in self._names()]
 
     def _names(self) -> list[str]:
         return _zarr_names(self.specs)
