@@ -10,8 +10,10 @@ from curvax.batching._accumulators import (
     Accumulator as Accumulator,
 )
 from curvax.batching._chunked_vmap import chunked_vmap as chunked_vmap
-from curvax.batching._map import map_indices as map_indices
+from curvax.batching._map import map_indices as map_indices, reduce_indices as reduce_indices
 from curvax.batching._micro_grad import PerExample as PerExample, micro_grad as micro_grad
 from curvax.batching._micro_vmap import micro_vmap as micro_vmap
 from curvax.batching._microbatch import microbatch as microbatch
+from curvax.batching._plan import Chunk as Chunk
+from curvax.batching._reducers import Reducer as Reducer
 from curvax.batching._reshape import reshape_batch_axis as reshape_batch_axis

@@ -1,4 +1,7 @@
-"""`map_chunks`: a vectorised function over chunks, which every map of examples is made of."""
+"""A vectorised function over chunks: `map_chunks`, which every map of examples is made of.
+
+`map_indices` and `reduce_indices` are for what is told apart by its number alone.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +14,9 @@ from curvax.batching._accumulators import AccumulationType, Accumulator, Reducti
 from curvax.batching._arguments import Batch
 from curvax.batching._loop import reduce_chunks, trace_once
 from curvax.batching._plan import ChunkPlan, check_limit
+from curvax.batching._reducers import Reducer
 
-__all__ = ["map_chunks", "map_indices"]
+__all__ = ["map_chunks", "map_indices", "reduce_indices"]
 
 
 def map_chunks(
@@ -26,26 +30,17 @@ def map_chunks(
     vmap_fn: VmapFn = jax.vmap,
     limit: Size | None = None,
     checkpoint: bool = False,
-    each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
-    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs.
-
-    `each_chunk` is called with each chunk, when that is traced.
-    """
+    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs."""
     limit = check_limit(limit, plan, where)
     plan = _fastest(plan, accumulator, limit)
     # Examples come out along axis 0; where they go in the result is the reducer's business.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
     vectorised = vmap_fn(trace_once(example, plan, limit), batch.axes, examples_first)
 
-    def compute(arrays: Sequence[Array]) -> PyTree:
-        if each_chunk is not None:
-            each_chunk()
-        return vectorised(*arrays)
-
     reduction = Reduction(accumulator, out_axes, plan, per_example=True, limit=limit, where=where)
     return reduce_chunks(
-        compute,
+        lambda arrays: vectorised(*arrays),
         batch.arrays,
         batch.axes,
         plan,
@@ -65,14 +60,37 @@ def map_indices(
     limit: int | None = None,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
-    """`fun` of each number below `length`, for `size` of them at a time."""
-    numbers = jnp.arange(length, dtype=jnp.int32)
-    batch = Batch((numbers,), (0,), length, lambda arrays: (tuple(arrays), {}))
+    """`fun` of each number below `length`, for `size` of them at a time, collected."""
+    plan = ChunkPlan.of(length, size)
+    kind = AccumulationType.CONCAT
+    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=limit, where=where)
+    return reduce_indices(fun, length, size, reduction.reducer, limit=limit, each_chunk=each_chunk)
+
+
+def reduce_indices(
+    fun: Callable[[Array], PyTree],
+    length: int,
+    size: int,
+    make_reducer: Callable[[PyTree], Reducer],
+    *,
+    limit: int | None = None,
+    each_chunk: Callable[[], None] | None = None,
+) -> PyTree:
+    """`fun` of each number below `length`, for `size` of them at a time, given to a reducer.
+
+    `each_chunk` is called with each chunk, when that is traced.
+    """
     plan = ChunkPlan.of(length, size)
     limit = None if limit is None or limit >= plan.num_chunks else limit
-    return map_chunks(
-        fun, batch, plan, where=where, out_axes=out_axes, limit=limit, each_chunk=each_chunk
-    )
+    vectorised = jax.vmap(trace_once(fun, plan, limit))
+
+    def compute(arrays: Sequence[Array]) -> PyTree:
+        if each_chunk is not None:
+            each_chunk()
+        return vectorised(*arrays)
+
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer, limit=limit)
 
 
 def _fastest(plan: ChunkPlan, accumulator: PyTree, limit: Size | None) -> ChunkPlan:

@@ -1,6 +1,6 @@
 """`fisher_information`: the sum of outer products of scores, a microbatch of data at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,13 +89,13 @@ def fisher_information(
         scores = jax.vmap(score)(data)
         return scores.T @ scores
 
-    def build(size: int, limit: int | None) -> Fun:
+    def build(size: int, limits: Sequence[int] | None) -> Fun:
         return microbatch(
             products,
             1,
             size,
             AccumulationType.SUM,
-            num_real_microbatches=limit,
+            num_real_microbatches=limits[0] if limits else None,
             order="contiguous",
         )
 

@@ -12,7 +12,7 @@ from curvax._tree import Same
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._problem import BlockProblem, Part, solve
 from curvax.memory import Budget, Objective
 
 __all__ = ["gauss_newton"]
@@ -104,7 +104,7 @@ def gauss_newton(
     )
     bar = "gauss_newton" if progress else None
     key = checkpoint, Same(weight) if callable(weight) else None
-    (matrix,), _ = problem.solve(f, (x, given), options, key=key, progress=bar)
+    (matrix,), _ = solve(problem, f, (x, given), options, key=key, progress=bar)
     return matrix, point.unflatten
 
 

@@ -11,7 +11,7 @@ from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._problem import BlockProblem, Part, solve
 from curvax.diffops._stream import stream
 from curvax.diffops._value import linear_map, value_shapes
 from curvax.memory import Budget, Objective
@@ -124,7 +124,7 @@ def jacobian(
     else:
         bar = "jacobian" if progress else None
         key = checkpoint, reverse, has_aux
-        parts, aux = problem.solve(f, x, options, key=key, progress=bar)
+        parts, aux = solve(problem, f, x, options, key=key, progress=bar)
         arrays = parts if reverse else jax.tree.leaves(parts)
     if reverse:
         arrays = [

@@ -1,6 +1,6 @@
 """How many columns at a time: what all functions of this room take, checked in one place."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +71,16 @@ class BlockOptions:
     def run(
         self,
         fun: Fun,
-        build: Callable[[int, int | None], Fun],
+        build: Callable[[int, Sequence[int] | None], Fun],
         *args: Any,
         key: Hashable,
+        lengths: Callable[[], Sequence[int]] | None = None,
     ) -> PyTree:
-        """Call `build(size, limit)(*args)` at the right size, compiled once for `fun` and the key.
+        """Call `build(size, limits)(*args)` at the right size, compiled once for `fun` and the key.
 
-        `limit` is None, or the number of blocks after which to stop; that is for timing.
+        The work may be in several parts, whose `lengths` are asked for when they are needed.
+        `limits` is None, or for each part the number of blocks after which to stop; that is for
+        timing.
         """
         key = self.where, key
         if self.budget is not None:
@@ -88,15 +91,23 @@ class BlockOptions:
                 {},
                 range(1, max(1, self.length) + 1),
                 key=key,
-                rehearse=lambda size: self._rehearsal(build, size),
+                rehearse=lambda size: self._rehearsal(
+                    build, size, [self.length] if lengths is None else lengths()
+                ),
             )
         call = build(self.size, None)
         if not self.jit:
             return call(*args)
         return run_compiled(fun, call, args, {}, key=(key, self.size))
 
-    def _rehearsal(self, build: Callable[[int, int | None], Fun], size: int) -> tuple[Fun, float]:
-        blocks = max(1, REHEARSED // size)
-        if blocks * size >= self.length:
+    def _rehearsal(
+        self, build: Callable[[int, Sequence[int] | None], Fun], size: int, lengths: Sequence[int]
+    ) -> tuple[Fun, float]:
+        total = sum(lengths)
+        if total <= max(REHEARSED, size):
             return build(size, None), 1.0
-        return build(size, blocks), blocks * size / self.length
+        share = max(REHEARSED, size) / total
+        limits = [max(1, int(share * -(-length // size))) for length in lengths]
+        pairs = zip(limits, lengths, strict=True)
+        done = sum(min(limit * size, length) for limit, length in pairs)
+        return build(size, limits), done / total

@@ -74,6 +74,15 @@ class Point:
         """The first coordinate of each leaf."""
         return [0, *accumulate(self.sizes)][:-1]
 
+    def part(self, leaves: range) -> "Point":
+        """Some of the leaves, as a list."""
+        structure = jax.tree.structure([0] * len(leaves))
+        return Point(
+            structure,
+            self.shapes[leaves.start : leaves.stop],
+            self.dtypes[leaves.start : leaves.stop],
+        )
+
     def unflatten(self, vector: Array) -> PyTree:
         """A vector over all coordinates as a pytree like the point, in the dtypes of its leaves."""
         vector = jnp.asarray(vector)

@@ -14,8 +14,8 @@ __all__ = ["Progress"]
 class Progress:
     """A bar over `total` blocks, some of which may be done already."""
 
-    def __init__(self, total: int, description: str, done: int = 0) -> None:
-        self._total = total
+    def __init__(self, description: str, total: int = 0, done: int = 0) -> None:
+        self.total = total
         self._done = done
         self._description = description
         self._bar: Any = None
@@ -30,9 +30,9 @@ class Progress:
 
         if self._bar is None:
             self._bar = tqdm(
-                total=self._total, desc=self._description, unit="block", initial=self._done
+                total=self.total, desc=self._description, unit="block", initial=self._done
             )
         self._bar.update()
-        if self._bar.n >= self._total:
+        if self._bar.n >= self.total:
             self._bar.close()
             self._bar = None

@@ -75,9 +75,8 @@ def stream(
         size = blocks.planned_size(options.budget, recorded)
     store = BlockStore.open(path, specs, block_size=size, **store_of)
     unfinished = store.unfinished()
-    bar = Progress(
-        store.num_blocks, where.partition(".")[2], done=store.num_blocks - len(unfinished)
-    )
+    done = store.num_blocks - len(unfinished)
+    bar = Progress(where.partition(".")[2], store.num_blocks, done)
     for index in unfinished:
         values = blocks.compute(store.rows(index))
         store.write(index, [np.asarray(value) for value in jax.tree.leaves(values)])

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from curvax._types import Fun, PyTree
 
-__all__ = ["linear_map", "value_shapes"]
+__all__ = ["check_scalar", "linear_map", "value_shapes"]
 
 
 def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
@@ -21,6 +22,17 @@ def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
             f"{type(returned).__name__}."
         )
     return returned[0]
+
+
+def check_scalar(f: Fun, x: PyTree, has_aux: bool, where: str) -> None:
+    """Check that `f` returns one real number."""
+    returned = value_shapes(f, x, has_aux, where)
+    real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
+    if not real or returned.shape != ():
+        raise TypeError(
+            f"{where}: f must return a real floating-point scalar, got {returned}. For a function "
+            f"of several values see curvax.jacobian and curvax.gauss_newton."
+        )
 
 
 def linear_map(

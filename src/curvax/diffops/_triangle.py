@@ -1,0 +1,198 @@
+"""The Hessian by one of its triangles.
+
+The leaves of the point are put into a few groups, and the groups in order. A group's rows are
+computed by differentiating by its own leaves alone, so nothing is done for tangents that are zero,
+and only up to the columns of the groups that follow. What is left of that is a mirror image of
+what is right of it elsewhere. For a network, with its layers in the order in which they are
+applied, that is less than half of the work.
+
+The groups are computed one after the other, each from a linearisation of its own, into one matrix.
+The last comes first: then a row may be written from end to end, and a column too, since what is
+not known yet is written later.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from curvax import _compat
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.batching import Chunk
+from curvax.diffops._point import Point
+from curvax.diffops._problem import Blocks
+from curvax.diffops._value import linear_map
+
+__all__ = ["Triangle"]
+
+MOST_GROUPS = 8
+"""Each group has a program of its own to compile."""
+
+LEAST_COLUMNS = 32
+"""With fewer columns for each group on average, there are fewer groups."""
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """The problem of the Hessian of `f` at points like `x`."""
+
+    f: Fun
+    x: PyTree
+    point: Point
+    has_aux: bool
+    checkpoint: bool
+
+    def lengths(self) -> Sequence[int]:
+        """The number of rows of each group."""
+        return [sum(self.point.sizes[leaf] for leaf in group) for group in self.groups]
+
+    @functools.cached_property
+    def groups(self) -> Sequence[range]:
+        """The groups in order, each of leaves that follow upon each other."""
+        program, _ = self._program
+        sizes = self.point.sizes
+        most = min(MOST_GROUPS, self.point.size // LEAST_COLUMNS)
+        if program.effects or most < 2:  # What a function does beside computing, it does once.
+            return [range(len(sizes))]
+        return group_leaves(sizes, dependents(program), most)
+
+    def compute(self, x: PyTree, blocks: Sequence[Blocks]) -> tuple[list[Any], PyTree]:
+        """The matrix, alone in a list, and the auxiliary value."""
+        leaves, matrix, aux = jax.tree.leaves(x), None, None
+        for number in reversed(range(len(self.groups))):
+            if matrix is not None:
+                # What a group is computed from is let go before the next is prepared.
+                matrix, leaves = lax.optimization_barrier((matrix, leaves))
+            matrix, aux = self._rows(leaves, number, blocks[number], matrix)
+        return [matrix], aux
+
+    def _rows(
+        self, leaves: Sequence[Array], number: int, blocks: Blocks, matrix: Array | None
+    ) -> tuple[Array, PyTree]:
+        """The matrix with the rows and the columns of a group."""
+        point, group = self.point, self.groups[number]
+        following = [leaf for later in self.groups[number:] for leaf in later]
+
+        def gradient(own: dict[int, Array]) -> Any:
+            value = lambda some: self._value([some.get(i, x) for i, x in enumerate(leaves)])
+            at = {leaf: own.get(leaf, leaves[leaf]) for leaf in following}
+            return jax.grad(value, has_aux=self.has_aux)(at)
+
+        product, aux = linear_map(
+            jax.linearize, gradient, {leaf: leaves[leaf] for leaf in group}, self.has_aux
+        )
+        part = point.part(group)
+
+        def row(index: Size) -> Array:
+            known = product(dict(zip(group, part.direction(index), strict=True)))
+            zeros = lambda leaf: jnp.zeros(point.shapes[leaf], point.dtypes[leaf])
+            return point.flatten(
+                [known[i] if i in known else zeros(i) for i in range(len(point.shapes))]
+            )
+
+        if len(self.groups) == 1:
+            return blocks.collect(row), aux
+        start = point.offsets[group.start]
+        into = lambda like: _Mirrored(like, matrix, start, mirrored=number + 1 < len(self.groups))
+        return blocks.reduce(row, into), aux
+
+    @functools.cached_property
+    def _program(self) -> tuple[Any, Any]:
+        """The function, traced, and the structure of what it returns."""
+        program, shapes = jax.make_jaxpr(self.f, return_shape=True)(self.x)
+        return program, jax.tree.structure(shapes)
+
+    def _value(self, leaves: Sequence[Array]) -> Any:
+        program, structure = self._program
+        run = _compat.as_function(program)
+        run = jax.checkpoint(run) if self.checkpoint else run
+        return jax.tree.unflatten(structure, run(*leaves))
+
+
+@dataclass(frozen=True)
+class _Mirrored:
+    """Rows go where they belong in the matrix and, mirrored, where the columns are."""
+
+    like: jax.ShapeDtypeStruct
+    matrix: Array | None
+    start: int
+    mirrored: bool
+
+    def init(self) -> Array:
+        if self.matrix is not None:
+            return self.matrix
+        _, n = self.like.shape
+        return _compat.filled_like(jax.eval_shape(self._everywhere, self.like), shape=(n, n))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        rows, start = self._everywhere(value), self.start + chunk.examples_before
+        carry = lax.dynamic_update_slice_in_dim(carry, rows, start, 0)
+        return lax.dynamic_update_slice_in_dim(carry, rows.T, start, 1) if self.mirrored else carry
+
+    def finalize(self, carry: Array, examples: Size) -> Array:
+        del examples
+        return carry
+
+    def _everywhere(self, rows: Array) -> Array:
+        """Rows that can also be columns: those of a sharded point may be sharded."""
+        return _compat.unsharded_along(_compat.unsharded_along(rows, 0), 1)
+
+
+def dependents(program: Any) -> Sequence[int]:
+    """How much of a program depends on each of its inputs, counted in numbers computed."""
+    count = np.zeros(len(program.jaxpr.invars), np.int64)
+    _count_dependents(program, list(np.eye(len(count), dtype=bool)), count)
+    return count.tolist()
+
+
+def _count_dependents(program: Any, inputs: Sequence[Any], count: Any) -> list[Any]:
+    """Add what depends on each input to `count`; which inputs each output depends on."""
+    jaxpr, _ = _compat.as_program(program) or (program, ())
+    none = np.zeros(len(count), bool)
+    depends = dict(zip(jaxpr.invars, inputs, strict=True))
+    known = lambda atoms: [none if _compat.is_literal(a) else depends.get(a, none) for a in atoms]
+    for eqn in jaxpr.eqns:
+        read = known(eqn.invars)
+        called = [p for p in eqn.params.values() if _compat.as_program(p) is not None]
+        programs = [p for p in called if len(_inputs(p)) == len(read)]
+        if len(called) == 1 and programs:
+            written = _count_dependents(programs[0], read, count)
+        else:
+            of_any = np.any(read, axis=0) if read else none
+            count += of_any * sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
+            written = [of_any] * len(eqn.outvars)
+        depends.update(zip(eqn.outvars, written, strict=True))
+    return known(jaxpr.outvars)
+
+
+def _inputs(program: Any) -> Sequence[Any]:
+    jaxpr, _ = _compat.as_program(program) or (program, ())
+    return jaxpr.invars
+
+
+def group_leaves(sizes: Sequence[int], weights: Sequence[int], most: int) -> list[range]:
+    """At most so many groups of successive leaves, those on which more depends before the others.
+
+    Neighbours are put together where that adds least to the part of the matrix to be computed.
+    """
+    groups = [range(leaf, leaf + 1) for leaf in range(len(sizes))]
+    total = lambda group: sum(sizes[leaf] for leaf in group)
+    weight = lambda group: max(weights[leaf] for leaf in group)
+
+    def area(group: range) -> int:
+        rest = sum(size for size, w in zip(sizes, weights, strict=True) if w <= weight(group))
+        return total(group) * rest
+
+    def added(left: int) -> int:
+        a, b = groups[left], groups[left + 1]
+        return area(range(a.start, b.stop)) - area(a) - area(b)
+
+    while len(groups) > most:
+        left = min(range(len(groups) - 1), key=added)
+        groups[left : left + 2] = [range(groups[left].start, groups[left + 1].stop)]
+    return sorted(groups, key=weight, reverse=True)
