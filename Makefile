@@ -20,7 +20,7 @@ BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.curvax ## run the demonstration
+demo: $(VENV)/.group-examples ## run the demonstration
 	@echo "==> demo: what curvax does, on small problems"
 	@$(BIN)/python -m examples.demo
 
@@ -59,9 +59,9 @@ docs: $(VENV)/.group-docs ## build the documentation into site/
 	@echo "    open site/index.html"
 
 constraints: ## pin the newest development versions again, in both constraints files
-	@$(MAKE) --no-print-directory freeze JAX='0.10.*' GROUPS='test lint docs bench' \
+	@$(MAKE) --no-print-directory freeze JAX='0.10.*' GROUPS='examples test lint docs bench' \
 	  CONSTRAINTS=constraints/jax-0.10.txt
-	@$(MAKE) --no-print-directory freeze JAX='0.9.*' GROUPS='test' \
+	@$(MAKE) --no-print-directory freeze JAX='0.9.*' GROUPS='examples test' \
 	  CONSTRAINTS=constraints/jax-0.9.txt
 
 freeze:

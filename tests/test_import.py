@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-# JAX and NumPy may load more of themselves; wadler_lindig is jaxtyping's printer.
-CORE = {"curvax", "jax", "jaxlib", "jaxtyping", "numpy", "tqdm", "wadler_lindig"}
+# JAX and NumPy may load more of themselves.
+CORE = {"curvax", "jax", "jaxlib", "numpy", "tqdm"}
 
 PROBE = """
 import json, sys

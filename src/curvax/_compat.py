@@ -18,9 +18,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 __all__ = [
     "as_function",

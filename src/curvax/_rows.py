@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
+from jax import Array, lax
 
 from curvax import _compat
 from curvax._types import Size

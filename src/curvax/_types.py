@@ -1,14 +1,17 @@
 """The type aliases that curvax's signatures are written in.
 
-They say what a value is for; `jaxtyping` supplies the array and pytree types themselves.
+They say what a value is for.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
-from jaxtyping import Array, PyTree
+from jax import Array
 
 __all__ = ["Array", "Axes", "Carry", "Fun", "Order", "PyTree", "Size", "TreeDef", "VmapFn"]
+
+PyTree: TypeAlias = Any
+"""A tree of containers as JAX knows them, with arrays for leaves unless something else is said."""
 
 Fun: TypeAlias = Callable[..., Any]
 """A function of the user's, of pytrees to a pytree."""

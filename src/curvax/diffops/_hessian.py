@@ -41,8 +41,9 @@ def hessian(
         H = jax.hessian(lambda flat: f(unflatten(flat)))(flat)
         return H, unflatten
 
-    except that the gradient of `f` is linearised once, and only one block of Hessian-vector
-    products is computed at a time. It is compiled once for each `f` and each shape of `x`.
+    except that only one triangle of it is computed, and that one block at a time. It is compiled
+    once for each `f` and each shape of `x`. Where `f` has a derivative rule of its own that is not
+    its derivative, the second derivatives are not symmetric: take `jacobian(jax.grad(f), x)`.
 
     Arguments:
         f: a real scalar function of a pytree.
