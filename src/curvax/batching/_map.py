@@ -97,11 +97,14 @@ def _fastest(plan: ChunkPlan, accumulator: PyTree, limit: Size | None) -> ChunkP
     """The plan itself, or one that gives the same result sooner.
 
     Which examples are computed together can only be told from where a loop stops early or from an
-    accumulator that sees it run. Otherwise an uneven strided plan, whose rows are scattered, may
-    as well be contiguous. An even one keeps a sharded axis sharded.
+    accumulator that sees it run. Otherwise a strided plan, whose rows are scattered, may as well be
+    contiguous, unless it keeps a sharded axis sharded: it does if it is even and there is more
+    than one device.
     """
     told = limit is not None or any(
         isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
     )
-    uneven = plan.order == "strided" and len(plan.runs()) > 1
-    return ChunkPlan(plan.length, plan.size).balanced() if uneven and not told else plan
+    stays_sharded = len(plan.runs()) == 1 and jax.device_count() > 1
+    if plan.order == "contiguous" or told or stays_sharded:
+        return plan
+    return ChunkPlan(plan.length, plan.size).balanced()
