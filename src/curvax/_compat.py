@@ -12,29 +12,40 @@ into its type, and then JAX refuses an operation whose result it would have to c
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
+    "Kind",
+    "Primitive",
+    "ScanForm",
     "as_function",
     "as_program",
+    "checkpointed",
     "default_device",
+    "define_identity",
     "filled_like",
+    "function_name",
     "has_effects",
+    "inner_program",
     "is_jitted",
     "is_key",
     "is_literal",
     "is_tracer",
+    "is_varying",
     "made_up",
     "mesh_of",
     "passes_through",
     "returns_complex",
+    "run_equation",
     "shape_of",
     "sharding_of",
     "trace",
@@ -47,6 +58,10 @@ __all__ = [
     "varying_like",
     "wrap_keys",
 ]
+
+
+# The class itself is in `jax.extend.core`, which takes a while to load.
+Primitive: Any = type(lax.sin_p)
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -243,6 +258,11 @@ def _varying(x: Any) -> frozenset[Any]:
     return found or frozenset()
 
 
+def is_varying(x: Any) -> bool:
+    """Whether an array differs between the devices of a `shard_map`, by its type."""
+    return bool(_varying(x))
+
+
 def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
     """A context in which new arrays can have shardings like those of `arrays`.
 
@@ -284,3 +304,104 @@ def is_literal(x: Any) -> bool:
     from jax.extend import core
 
     return isinstance(x, core.Literal)
+
+
+def define_identity(primitive: Any, num_kept: int, batch: Callable[..., Any]) -> None:
+    """Let a primitive return its first `num_kept` operands, under every transformation.
+
+    `batch(args, axes, **params)` is what `jax.vmap` makes of it.
+    """
+    several = primitive.multiple_results
+    first = lambda args: list(args[:num_kept]) if several else args[0]
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*primals, **params), first(tangents)
+
+    primitive.def_impl(lambda *args, **_: first([jnp.asarray(x) for x in args]))
+    primitive.def_abstract_eval(lambda *avals, **_: first(avals))
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lambda _, *args, **__: list(args[:num_kept]))
+
+
+Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
+"""What an operation does with the program inside of it: nothing, it has none; runs it; runs it
+again in the backward pass; has derivatives of its own for it; repeats it; or something else."""
+
+_KINDS: dict[str, tuple[Kind, str]] = {
+    "jit": ("call", "jaxpr"),
+    "pjit": ("call", "jaxpr"),
+    "closed_call": ("call", "call_jaxpr"),
+    "core_call": ("call", "call_jaxpr"),
+    "remat": ("checkpoint", "jaxpr"),
+    "remat2": ("checkpoint", "jaxpr"),
+    "checkpoint": ("checkpoint", "jaxpr"),
+    "custom_jvp_call": ("custom", "call_jaxpr"),
+    "custom_vjp_call": ("custom", "call_jaxpr"),
+    "custom_vjp_call_jaxpr": ("custom", "fun_jaxpr"),
+    "scan": ("scan", "jaxpr"),
+}
+
+
+def inner_program(equation: Any) -> tuple[Kind, Any]:
+    """The kind of an equation, and the closed program that belongs to that kind."""
+    from jax.extend import core
+
+    name = equation.primitive.name
+    if name in _KINDS:
+        kind, key = _KINDS[name]
+        inner = equation.params[key]
+        closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+        return kind, closed
+    inside = any(map(_holds_program, equation.params.values()))
+    return ("opaque" if inside else "plain"), None
+
+
+def _holds_program(x: Any) -> bool:
+    return any(map(_holds_program, x)) if isinstance(x, tuple | list) else as_program(x) is not None
+
+
+@dataclass(frozen=True)
+class ScanForm:
+    """How a scan is put together: the first inputs are constants, the next the carry."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    @classmethod
+    def of(cls, equation: Any) -> "ScanForm":
+        """The form of an equation that is a scan."""
+        params = equation.params
+        names = ("num_consts", "num_carry", "length", "reverse", "unroll")
+        return cls(*(params[name] for name in names))
+
+
+def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, checkpointed as the equation is."""
+    params = equation.params
+    return jax.checkpoint(fun, prevent_cse=params["prevent_cse"], policy=params["policy"])
+
+
+def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """What an equation of a jaxpr computes from other inputs than those it was traced with."""
+    from jax.extend import core
+
+    if not any(map(_holds_program, equation.params.values())):
+        with equation.ctx.manager:
+            results = equation.primitive.bind(*inputs, **equation.params)
+        return list(results) if equation.primitive.multiple_results else [results]
+    # How programs inside are handed over differs between primitives and between versions.
+    pairs = zip(equation.invars, inputs, strict=True)
+    read = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    alone = core.Jaxpr((), list(read), equation.outvars, [equation], equation.effects)
+    return jax.core.eval_jaxpr(alone, (), *read.values())
+
+
+def function_name(equation: Any) -> str:
+    """The name of the function that an equation with a program inside was made from."""
+    _, inner = inner_program(equation)
+    info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)
+    return getattr(info, "func_name", None) or equation.params.get("name", equation.primitive.name)

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from curvax import _compat
-from curvax._types import Size
+from curvax._types import PyTree, Size
 
 __all__ = [
     "Column",
@@ -36,6 +37,7 @@ __all__ = [
     "save_all_but_reads",
     "unfold",
     "write",
+    "zero_after",
 ]
 
 _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -209,3 +211,28 @@ def _write_once_jvp(numbers: Any, primals: Any, tangents: Any) -> tuple[Array, A
 
 def _all(rows: Rows, length: int) -> bool:
     return rows.stride == 1 and rows.size == length
+
+
+def zero_after(tree: PyTree) -> Array:
+    """Zero, which the compiler cannot compute before it has the arrays of the tree.
+
+    What depends on it comes after them. XLA drops optimization barriers before it orders a program,
+    so it takes a number that XLA does not know: here, whether an element is one special NaN that
+    no computation makes. Arrays that are sharded by their types are let be.
+    """
+    for leaf in jax.tree.leaves(tree):
+        plain = _compat.sharding_of(leaf) is None and not _compat.is_varying(leaf)
+        bits = _SPECIAL.get(jnp.dtype(leaf.dtype).name)
+        if plain and bits is not None and leaf.size:
+            element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
+            pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
+            return (pattern == bits).astype(_INDEX)
+    return jnp.zeros((), _INDEX)
+
+
+_SPECIAL = {
+    "float16": np.uint16(0x7D5A),
+    "bfloat16": np.uint16(0x7FA5),
+    "float32": np.uint32(0x7FA5A5A5),
+    "float64": np.uint64(0x7FF5A5A5A5A5A5A5),
+}

@@ -35,6 +35,12 @@ def vector(x):
     return jnp.sin(x[:3]) * x[0]
 
 
+def test_a_budgeted_plan_is_recorded(tmp_path):
+    with curvax.recorded_plans() as plans:
+        hessian(loss, X, out=tmp_path / "H.zarr", memory_budget="1MB")
+    assert [plan.max_size for plan in plans] == [7]
+
+
 class TestResult:
     """To the last bits: it is another program than that for memory, which may round otherwise."""
 

@@ -159,6 +159,43 @@ def test_one_matrix_and_some_blocks_are_all_that_is_held():
     assert curvax.memory_usage(run, *leaves).added_bytes < 8 * n**2 + 6 * 8 * n * rows
 
 
+class TestMemoryOfGroups:
+    """Groups are computed one after the other, also where a block is a whole group."""
+
+    n = 24
+
+    def chain(self, x):
+        value = jnp.ones((64, self.n))
+        for leaf in x:
+            value = jnp.tanh(value * leaf[None]) + jnp.mean(value)
+        return jnp.sum(value**2)
+
+    def needs(self, size):
+        leaves = [jax.ShapeDtypeStruct((self.n,), jnp.float64)] * 6
+        run = lambda *x: curvax.hessian(self.chain, x, batch_size=size)[0]
+        return curvax.memory_usage(run, *leaves).temp_bytes
+
+    def test_it_does_not_jump_where_blocks_stand_alone(self):
+        half, more, whole = map(self.needs, (12, 13, 24))
+        assert more < 1.7 * half
+        assert whole < 2.5 * half
+
+    def test_blocks_are_no_larger_than_the_largest_group(self):
+        x = [normal(k, self.n) for k in range(6)]
+        with curvax.recorded_plans() as plans:
+            curvax.hessian(lambda x: self.chain(x), x, memory_budget="1GB")
+        assert plans[0].max_size == self.n
+        assert len(plans[0].trials) <= 4
+
+
+def test_timing_shows_no_bars(capsys):
+    f = lambda p: jnp.sum(p["a"] ** 3) * jnp.sum(p["b"])
+    x = {"a": normal(0, 3), "b": normal(1, 2)}
+    curvax.hessian(f, x, memory_budget="1MB", objective="time", progress=True)
+    jax.effects_barrier()
+    assert capsys.readouterr().err.count(":   0%") == 1
+
+
 class TestGroups:
     def test_layers_in_the_order_in_which_they_are_applied(self):
         names = sorted(POINT)

@@ -119,6 +119,15 @@ def test_one_is_a_size():
 
 
 class TestNothingFits:
+    def test_the_smallest_budget_is_the_least_of_small_sizes(self):
+        x = jnp.ones((30, 20))
+        program = lambda rows: jnp.sum(jnp.exp(jnp.outer(rows, rows)))
+        build = lambda size: lambda x: jax.lax.map(program, x, batch_size=size)
+        with pytest.raises(MemoryBudgetError) as caught:
+            plan_batch_size(build, (x,), max_size=30, memory_budget=100)
+        least = min(memory_usage(build(size), x).added_bytes for size in (1, 2, 3))
+        assert caught.value.smallest_budget == least
+
     @pytest.mark.parametrize(("build", "args"), PROGRAMS.values(), ids=PROGRAMS)
     def test_the_error_says_what_would(self, build, args):
         with pytest.raises(MemoryBudgetError) as caught:

@@ -72,8 +72,7 @@ def reduce_chunks(
         effects = _compat.has_effects(lambda: value_of(first))
         value_in_loop = value_of if effects and not checkpoint else forgetful_value_of
         reducer = make_reducer(jax.eval_shape(lambda: value_in_loop(first)))
-        step = lambda carry, chunk: reducer.update(carry, value_in_loop(chunk), chunk)
-        carry = _run_all(step, reducer.init(), plan, limit)
+        carry = _run_all(value_in_loop, reducer, plan, limit)
         return reducer.finalize(carry, _examples(plan, limit))
 
 
@@ -82,20 +81,24 @@ def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
 
 
 def _run_all(
-    step: Callable[[Carry, Chunk], Carry], carry: Carry, plan: ChunkPlan, limit: Size | None
+    value_of: Callable[[Chunk], PyTree], reducer: Reducer, plan: ChunkPlan, limit: Size | None
 ) -> Carry:
     runs = plan.runs(limit)
+    carry = reducer.init()
     # The number of the next chunk is handed on from run to run, and the compiler is kept from
-    # seeing that it knows it. Else it computes a chunk that stands alone beside the loop, or before
-    # it, and holds two at a time.
+    # seeing that it knows it. Else it computes a chunk that stands alone beside the loop or beside
+    # another one, and holds two at a time.
     handed_on = len(runs) > 1
     number = lax.optimization_barrier(jnp.int32(0)) if handed_on else 0
     for run in runs:
 
         def body(index: Size, state: tuple[Size, Carry], run: Run = run) -> tuple[Size, Carry]:
             number, carry = state
-            carry = step(carry, Chunk(plan, run, number if handed_on else index))
-            return (number + 1 if handed_on else number), carry
+            chunk = Chunk(plan, run, number if handed_on else index)
+            value = value_of(chunk)
+            if handed_on:
+                number = number + 1 + (_rows.zero_after(value) if run.count == 1 else 0)
+            return number, reducer.update(carry, value, chunk)
 
         last = run.first + run.count
         if isinstance(limit, jax.Array):

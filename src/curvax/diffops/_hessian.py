@@ -48,10 +48,12 @@ def hessian(
     Arguments:
         f: a real scalar function of a pytree.
         x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks.
+        nbatches: the number of blocks. Leaves are cut apart from each other, so that there can be
+            a few more.
         jit: whether to compile.
         checkpoint: whether to compute what `f` does on the way again where it is needed, instead
-            of remembering it: less memory, more time.
+            of remembering it: less memory, more time. It helps where blocks are small; what a
+            large block needs is mostly its own tangents.
         batch_size: the number of columns in a block, in place of `nbatches`.
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
             call, compiled by itself, may allocate, the result included. With `out`, what it holds

@@ -89,8 +89,8 @@ class BlockOptions:
                 lambda size: build(size, None),
                 args,
                 {},
-                range(1, max(1, self.length) + 1),
-                key=key,
+                lambda: range(1, max([1, *([self.length] if lengths is None else lengths())]) + 1),
+                key=(key, self.length),
                 rehearse=lambda size: self._rehearsal(
                     build, size, [self.length] if lengths is None else lengths()
                 ),
@@ -103,11 +103,9 @@ class BlockOptions:
     def _rehearsal(
         self, build: Callable[[int, Sequence[int] | None], Fun], size: int, lengths: Sequence[int]
     ) -> tuple[Fun, float]:
-        total = sum(lengths)
-        if total <= max(REHEARSED, size):
-            return build(size, None), 1.0
-        share = max(REHEARSED, size) / total
+        total = max(1, sum(lengths))
+        share = min(1.0, max(REHEARSED, size) / total)
         limits = [max(1, int(share * -(-length // size))) for length in lengths]
         pairs = zip(limits, lengths, strict=True)
         done = sum(min(limit * size, length) for limit, length in pairs)
-        return build(size, limits), done / total
+        return build(size, limits), max(1, done) / total

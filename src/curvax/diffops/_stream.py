@@ -28,6 +28,7 @@ from curvax.memory import (
     memory_usage,
     parse_memory,
     plan_batch_size,
+    record,
 )
 
 __all__ = ["stream"]
@@ -143,6 +144,7 @@ class _Blocks:
             max_size=max(1, self.part.length),
             memory_budget=budget - held,
         )
+        record(plan)
         self.programs[plan.batch_size] = plan
         return plan.batch_size
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvax import _compat
+from curvax import _compat, _rows
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.batching import Chunk
 from curvax.diffops._point import Point
@@ -63,18 +63,21 @@ class Triangle:
 
     def compute(self, x: PyTree, blocks: Sequence[Blocks]) -> tuple[list[Any], PyTree]:
         """The matrix, alone in a list, and the auxiliary value."""
-        leaves, matrix, aux = jax.tree.leaves(x), None, None
+        leaves, written, aux = jax.tree.leaves(x), None, None
         for number in reversed(range(len(self.groups))):
-            if matrix is not None:
-                # What a group is computed from is let go before the next is prepared.
-                matrix, leaves = lax.optimization_barrier((matrix, leaves))
-            matrix, aux = self._rows(leaves, number, blocks[number], matrix)
-        return [matrix], aux
+            if len(self.groups) > 1 and not blocks[number].length:
+                continue
+            if written is not None:
+                # Each group is linearised anew, and not beside the others.
+                written, leaves = lax.optimization_barrier((written, leaves))
+            written, aux = self._rows(leaves, number, blocks[number], written)
+        assert written is not None
+        return [written[0]], aux
 
     def _rows(
-        self, leaves: Sequence[Array], number: int, blocks: Blocks, matrix: Array | None
-    ) -> tuple[Array, PyTree]:
-        """The matrix with the rows and the columns of a group."""
+        self, leaves: Sequence[Array], number: int, blocks: Blocks, written: "_Written | None"
+    ) -> tuple["_Written", PyTree]:
+        """The matrix with the rows and the columns of a group, and the last number of these."""
         point, group = self.point, self.groups[number]
         following = [leaf for later in self.groups[number:] for leaf in later]
 
@@ -86,19 +89,20 @@ class Triangle:
         product, aux = linear_map(
             jax.linearize, gradient, {leaf: leaves[leaf] for leaf in group}, self.has_aux
         )
-        part = point.part(group)
+        part, zero = point.part(group), _rows.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
-            known = product(dict(zip(group, part.direction(index), strict=True)))
+            # After the groups before, of which nothing is held any more but the matrix.
+            known = product(dict(zip(group, part.direction(index + zero), strict=True)))
             zeros = lambda leaf: jnp.zeros(point.shapes[leaf], point.dtypes[leaf])
             return point.flatten(
                 [known[i] if i in known else zeros(i) for i in range(len(point.shapes))]
             )
 
         if len(self.groups) == 1:
-            return blocks.collect(row), aux
+            return (blocks.collect(row), jnp.zeros(())), aux
         start = point.offsets[group.start]
-        into = lambda like: _Mirrored(like, matrix, start, mirrored=number + 1 < len(self.groups))
+        into = lambda like: _Mirrored(like, written, start, mirrored=number + 1 < len(self.groups))
         return blocks.reduce(row, into), aux
 
     @functools.cached_property
@@ -114,27 +118,39 @@ class Triangle:
         return jax.tree.unflatten(structure, run(*leaves))
 
 
+_Written = tuple[Array, Array]
+"""The matrix, and some number of what was written to it last.
+
+What comes next can wait for that number; to wait for the matrix would be to make a copy of it.
+"""
+
+
 @dataclass(frozen=True)
 class _Mirrored:
     """Rows go where they belong in the matrix and, mirrored, where the columns are."""
 
     like: jax.ShapeDtypeStruct
-    matrix: Array | None
+    written: _Written | None
     start: int
     mirrored: bool
 
-    def init(self) -> Array:
-        if self.matrix is not None:
-            return self.matrix
+    def init(self) -> _Written:
+        if self.written is not None:
+            return self.written
         _, n = self.like.shape
-        return _compat.filled_like(jax.eval_shape(self._everywhere, self.like), shape=(n, n))
+        rows = jax.eval_shape(self._everywhere, self.like)
+        return _compat.filled_like(rows, shape=(n, n)), _compat.filled_like(rows, shape=(1, 1))
 
-    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+    def update(self, carry: _Written, value: Array, chunk: Chunk) -> _Written:
+        matrix, _ = carry
         rows, start = self._everywhere(value), self.start + chunk.examples_before
-        carry = lax.dynamic_update_slice_in_dim(carry, rows, start, 0)
-        return lax.dynamic_update_slice_in_dim(carry, rows.T, start, 1) if self.mirrored else carry
+        matrix = lax.dynamic_update_slice_in_dim(matrix, rows, start, 0)
+        if self.mirrored:
+            matrix = lax.dynamic_update_slice_in_dim(matrix, rows.T, start, 1)
+        # A number that is computed; to the left of the group's own columns it may be a mere zero.
+        return matrix, rows[:1, self.start : self.start + 1]
 
-    def finalize(self, carry: Array, examples: Size) -> Array:
+    def finalize(self, carry: _Written, examples: Size) -> _Written:
         del examples
         return carry
 

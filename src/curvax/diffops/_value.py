@@ -18,8 +18,7 @@ def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
-            f"{where}: with has_aux=True, f must return a pair (value, aux), got "
-            f"{type(returned).__name__}."
+            f"{where}: with has_aux=True, f must return a pair (value, aux), got {returned}."
         )
     return returned[0]
 
@@ -30,8 +29,9 @@ def check_scalar(f: Fun, x: PyTree, has_aux: bool, where: str) -> None:
     real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
     if not real or returned.shape != ():
         raise TypeError(
-            f"{where}: f must return a real floating-point scalar, got {returned}. For a function "
-            f"of several values see curvax.jacobian and curvax.gauss_newton."
+            f"{where}: f must return a real floating-point scalar, got {returned}. If it returns "
+            f"(value, aux), say has_aux=True where that is taken; for a function of several values "
+            f"see curvax.jacobian and curvax.gauss_newton."
         )
 
 

@@ -10,6 +10,7 @@ from curvax.memory._planned import (
     Objective as Objective,
     PlanFor as PlanFor,
     Rehearsal as Rehearsal,
+    record as record,
     recorded_plans as recorded_plans,
     run_compiled as run_compiled,
 )

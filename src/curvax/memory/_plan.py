@@ -74,8 +74,9 @@ class MemoryPlan:
         return self.executable(*jax.tree.leaves((args, kwargs)))
 
     def __str__(self) -> str:
+        batches = "1 batch" if self.num_batches == 1 else f"{self.num_batches} batches"
         lines = [
-            f"batch size {self.batch_size} of {self.max_size} ({self.num_batches} batches)",
+            f"batch size {self.batch_size} of {self.max_size} ({batches})",
             f"needs {format_bytes(self.usage.added_bytes)} of {format_bytes(self.budget_bytes)}",
             "compiled:",
         ]
@@ -188,6 +189,11 @@ def plan_size(
         return needs
 
     largest_that_fits(measure, sizes, budget)
+    if best is None:
+        # One by one can be dearer than two at a time. The message shall name the least.
+        tried = {trial.size for trial in trials}
+        for size in [size for size in sizes[:3] if size not in tried]:
+            measure(size)
     if best is None:
         smallest = min(trial.usage.added_bytes for trial in trials)
         raise MemoryBudgetError(budget, smallest, where, advice)

@@ -38,6 +38,12 @@ Rehearsal: TypeAlias = Callable[[int], tuple[Fun, float]]
 _recorders: ContextVar[tuple[list[MemoryPlan], ...]] = ContextVar("recorders", default=())
 
 
+def record(plan: MemoryPlan) -> None:
+    """Let whoever records plans know of one."""
+    for plans in _recorders.get():
+        plans.append(plan)
+
+
 @contextmanager
 def recorded_plans() -> Generator[list[MemoryPlan]]:
     """Collect the plans behind all calls with a memory budget inside of the block.
@@ -142,7 +148,7 @@ class BudgetRequest:
         build: Callable[[int], Fun],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        sizes: Sequence[int],
+        sizes: Sequence[int] | Callable[[], Sequence[int]],
         *,
         key: Hashable = (),
         rehearse: Rehearsal | None = None,
@@ -150,19 +156,19 @@ class BudgetRequest:
         """Call `build(size)(*args, **kwargs)` at the planned size, one of `sizes`.
 
         What was planned is kept for `fun`, by the shapes of the arguments and by `key`, which must
-        tell apart all that `build` depends on beside them. `rehearse` gives a part of the work to
-        time in its place, and which share it is.
+        tell apart all that `build` and the sizes depend on beside them. `rehearse` gives a part of
+        the work to time in its place, and which share it is.
         """
         call = _Call.of(args, kwargs)
-        context = call.key, tuple(sizes[-1:]), _compat.tracing_context()
+        largest = () if callable(sizes) else tuple(sizes[-1:])
+        context = call.key, largest, _compat.tracing_context()
         kept = _kept.get(
             fun,
             (key, self, type(self.budget), context),
-            lambda: self._plan(build, call, sizes, rehearse),
+            lambda: self._plan(build, call, sizes() if callable(sizes) else sizes, rehearse),
         )
         assert kept.plan is not None
-        for plans in _recorders.get():
-            plans.append(kept.plan)
+        record(kept.plan)
         planned = build(kept.plan.batch_size)
         if call.is_traced:
             return planned(*args, **kwargs)
