@@ -404,12 +404,13 @@ def checkpointed(sizes: Sizes) -> Iterator[Comparison]:
 
 def imports(report: Report, rounds: int) -> None:
     report.say("## Import\n")
-    alone, both = "import jax", "import jax, curvax"
+    alone, both = "import jax", "import jax, curvax; curvax.chunked_vmap; curvax.hessian"
     best = import_seconds((alone, both), rounds)
     report.table(["", "seconds"], [[name, f"{best[name]:.3f}"] for name in (alone, both)])
     added = best[both] - best[alone]
     report.claim_time(
-        f"import curvax adds {added:.3f} s to import jax (allowed 0.15)", added <= 0.15
+        f"curvax, its maps and Hessians loaded, adds {added:.3f} s to import jax (allowed 0.15)",
+        added <= 0.15,
     )
     report.say()
 

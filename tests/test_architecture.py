@@ -16,6 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "curvax"
 
 FOUNDATION = {
+    "_lazy": set(),
     "_types": set(),
     "_checks": set(),
     "_compat": {"_types"},

@@ -1,7 +1,8 @@
 """The public names keep the signatures that users of these APIs already call.
 
 `contract.json` lists, for each name, its parameters in order with their defaults as written (null
-where any default will do), or the members of an enumeration. A signature may have more than the
+where any default will do), or the members of an enumeration; and the methods and properties of a
+class. A signature may have more than the
 contract says, but only as keywords: nothing a user passes by position may change its meaning.
 """
 
@@ -15,6 +16,7 @@ import pytest
 
 import curvax
 
+KEYWORDS = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 CONTRACT = json.loads((Path(__file__).parent / "contract.json").read_text())
 
 
@@ -29,7 +31,7 @@ def signature_differences(function, expected: list[tuple[str, str | None]]) -> l
     intruders = [
         f"{name} is an addition and not keyword-only"
         for name, parameter in found.items()
-        if name not in names and parameter.kind is not parameter.KEYWORD_ONLY
+        if name not in names and parameter.kind not in KEYWORDS
     ]
     defaults = [
         f"the default of {name} is {found[name].default!r}, not {text}"
@@ -58,6 +60,11 @@ def test_name_keeps_its_contract(name):
         assert set(entry["members"]) <= public.__members__.keys()
     else:
         assert signature_differences(public, entry["parameters"]) == []
+    for method, parameters in entry.get("methods", {}).items():
+        expected = [("self", None), *((name.lstrip("*"), text) for name, text in parameters)]
+        assert signature_differences(getattr(public, method), expected) == []
+    for name in entry.get("properties", []):
+        assert isinstance(inspect.getattr_static(public, name), property)
 
 
 @pytest.mark.parametrize(

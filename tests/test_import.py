@@ -1,8 +1,10 @@
-"""`import curvax` costs its users the core dependencies and nothing else."""
+"""curvax costs its users the core dependencies and nothing else, all of its names included."""
 
 import json
 import subprocess
 import sys
+
+import pytest
 
 # JAX and NumPy may load more of themselves.
 CORE = {"curvax", "jax", "jaxlib", "numpy", "tqdm"}
@@ -12,6 +14,8 @@ import json, sys
 import jax, jax.numpy
 before = set(sys.modules)
 import curvax
+for name in curvax.__all__:
+    getattr(curvax, name)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
@@ -24,3 +28,17 @@ def test_import_brings_in_only_the_core_dependencies():
     packages = {name.partition(".")[0] for name in json.loads(run.stdout)}
     assert "curvax" in packages
     assert packages - sys.stdlib_module_names <= CORE
+
+
+def test_names_are_those_of_the_stub():
+    import curvax
+
+    assert "hessian" in dir(curvax)
+    assert set(curvax.__all__) <= set(dir(curvax))
+
+
+def test_another_name_is_an_error():
+    import curvax
+
+    with pytest.raises(AttributeError, match="module 'curvax' has no attribute 'hesian'"):
+        _ = curvax.hesian

@@ -1,41 +1,24 @@
 """Curvature in JAX, within the memory you have.
 
-The whole public API is on this page; everything else is private.
+The whole public API is listed in `__init__.pyi`, beside this file; everything else is private. A
+name is loaded, with the room it lives in, when it is first asked for.
 """
 
-from curvax._tree import Static as Static
-from curvax.batching import (
-    AccumulationType as AccumulationType,
-    Accumulator as Accumulator,
-    PerExample as PerExample,
-    chunked_vmap as chunked_vmap,
-    micro_grad as micro_grad,
-    micro_vmap as micro_vmap,
-    microbatch as microbatch,
-    reshape_batch_axis as reshape_batch_axis,
-)
-from curvax.diffops import (
-    fisher_information as fisher_information,
-    gauss_newton as gauss_newton,
-    hessian as hessian,
-    hessian_blocks as hessian_blocks,
-    hessian_diagonal as hessian_diagonal,
-    hessian_to_pytree as hessian_to_pytree,
-    jacobian as jacobian,
-    jacobian_to_pytree as jacobian_to_pytree,
-)
-from curvax.loops import (
-    checkpoint_chunked_scan as checkpoint_chunked_scan,
-    checkpointed_scan as checkpointed_scan,
-    sliced_scan as sliced_scan,
-)
-from curvax.memory import (
-    MemoryBudgetError as MemoryBudgetError,
-    MemoryPlan as MemoryPlan,
-    MemoryUsage as MemoryUsage,
-    available_memory as available_memory,
-    memory_usage as memory_usage,
-    parse_memory as parse_memory,
-    plan_batch_size as plan_batch_size,
-    recorded_plans as recorded_plans,
-)
+from curvax._lazy import names_of_stub
+
+_ROOMS = names_of_stub(__file__)
+__all__ = sorted(_ROOMS)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'curvax' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_ROOMS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

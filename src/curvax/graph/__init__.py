@@ -1,0 +1,24 @@
+"""Reading traced programs: which parts of one are layers, and why others are not.
+
+From the bottom: `_program` is a traced function in a form that is easy to read, `_run` runs it
+again with something done on the way, `_axes` keeps track of axes. `_find` follows parameters to
+their uses, `_sites` says what a use is a site of, `_patterns` finds layers of the user's own,
+`_layers` puts sites together, `_tagging` puts tags there. `_registration` is the whole, and the
+public functions are on top of it.
+"""
+
+from curvax.graph._auto_register import (
+    TaggedFunction as TaggedFunction,
+    auto_register_tags as auto_register_tags,
+)
+from curvax.graph._patterns import (
+    DEFAULT_GRAPH_PATTERNS as DEFAULT_GRAPH_PATTERNS,
+    GraphMatcherComparator as GraphMatcherComparator,
+    GraphPattern as GraphPattern,
+)
+from curvax.graph._registration import RegistrationError as RegistrationError
+from curvax.graph._report import (
+    ParameterRow as ParameterRow,
+    RegistrationReport as RegistrationReport,
+    explain_registration as explain_registration,
+)

@@ -1,0 +1,222 @@
+"""From uses of parameters to layers: each parameter belongs to one.
+
+Sites that use the same parameters in the same way are one layer, applied at several places. A bias
+stays with its weights if it goes with them everywhere; otherwise it is a layer of its own. A
+parameter with any use that is no site, or with uses that do not go together, is generic, and the
+layer says why.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from curvax.graph._axes import Arrangement
+from curvax.graph._find import Found, Use
+from curvax.graph._patterns import Match
+from curvax.graph._program import Node
+from curvax.graph._sites import Layout, Site
+from curvax.tags import generic_tag
+
+__all__ = ["Layer", "build_layers", "pattern_of"]
+
+_UNUSED = "no loss depends on it"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Parameters that belong together, by their numbers, and where they are used.
+
+    A layer that the user tagged has the nodes of these tags in place of sites, one that was found
+    by a pattern of the user's has matches. A generic layer has a reason for being that.
+    """
+
+    tag_name: str
+    params: tuple[int, ...]
+    sites: tuple[Site, ...] = ()
+    tagged: tuple[Node, ...] = ()
+    matched: tuple[Match, ...] = ()
+    reason: str = ""
+    uncovered: int = 0
+    """How many uses of its parameters a layer of the user's does not cover."""
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no loss depends on it."""
+        return self.reason == _UNUSED
+
+    @property
+    def num_sites(self) -> int:
+        """At how many places it is applied."""
+        return len(self.sites) + len(self.tagged) + len(self.matched)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether nothing is known of it but its parameter."""
+        return self.tag_name == generic_tag.name
+
+
+def build_layers(
+    found: Found,
+    skipped: Collection[str] = (),
+    only_generic: bool = False,
+    matched: Sequence[Match] = (),
+) -> list[Layer]:
+    """The layers, in the order of their first parameters.
+
+    Those that the user tagged come before those that the user's patterns found, and these before
+    all others.
+    """
+    uses = {param: list(of) for param, of in found.uses.items()}
+    layers = _tagged_layers(found, uses)
+    if not only_generic:
+        layers += _matched_layers(found, uses, matched, layers)
+    left = [param for param in uses if not any(param in layer.params for layer in layers)]
+    if only_generic:
+        layers += [_generic(param, "only generic layers were asked for") for param in left]
+        return sorted(layers, key=lambda layer: layer.params)
+    _separate_biases(uses, left, skipped)
+    for param in left:
+        layer = _layer_of(param, uses, skipped)
+        if layer is not None:
+            layers.append(layer)
+    return sorted(layers, key=lambda layer: layer.params)
+
+
+def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) -> Layer | None:
+    """The layer of which a parameter is the first; None if it is only its bias."""
+    own = uses[param]
+    if not own:
+        return _generic(param, _UNUSED)
+    reasons = list(dict.fromkeys(use.reason for use in own if use.site is None))
+    if reasons:
+        return _generic(param, "; ".join(reasons))
+    sites = [use.site for use in own if use.site is not None]
+    if all(_is_bias(param, site) for site in sites):
+        return None
+    names = {pattern_of(site) for site in sites}
+    if names & set(skipped):
+        return _generic(param, f"the pattern {', '.join(sorted(names & set(skipped)))} is skipped")
+    if len({_role(site) for site in sites}) > 1:
+        kinds = ", ".join(sorted({site.tag.name for site in sites}))
+        return _generic(param, f"it is used in ways that do not go together ({kinds})")
+    numbers = tuple(view.param for view in sites[0].params)
+    # A table that is also a matrix is registered as the table.
+    first = min((site.tag.name for site in sites), key=lambda name: name != "embedding_tag")
+    return Layer(first, numbers, tuple(sites))
+
+
+def _generic(param: int, reason: str) -> Layer:
+    return Layer(generic_tag.name, (param,), reason=reason)
+
+
+def _is_bias(param: int, site: Site) -> bool:
+    return site.params[0].param != param
+
+
+def _role(site: Site) -> tuple[Arrangement, ...]:
+    """What must be the same at all sites of a layer.
+
+    Weights that are used once in one direction and once in the other have the same role: a table
+    that also projects back, an autoencoder that mirrors itself.
+    """
+    weight, layout = site.params[0], site.layouts[0]
+    both = (layout, Layout(layout.loops, layout.heads, layout.outputs, layout.inputs))
+    arranged = [layout.arrangement(weight.axes) for layout in both]
+    role = min(arranged, key=lambda a: (a.parts, a.permutation, a.groups))
+    rest = zip(site.params[1:], site.layouts[1:], strict=True)
+    return role, *(layout.arrangement(view.axes) for view, layout in rest)
+
+
+def _separate_biases(
+    uses: dict[int, list[Use]], left: Sequence[int], skipped: Collection[str]
+) -> None:
+    """Take biases away from sites where they cannot stay."""
+    for param in left:
+        sites = [use.site for use in uses[param] if use.site is not None]
+        joined = [site for site in sites if len(site.params) > 1]
+        if not joined or _is_bias(param, joined[0]):
+            continue
+        biases = {site.params[1].param for site in joined}
+        together = len(joined) == len(uses[param]) and len(biases) == 1
+        (bias, *_) = biases
+        complete = together and bias in left and _sites(uses[bias]) == set(joined)
+        wanted = not any(pattern_of(site) in skipped for site in joined)
+        if not (complete and wanted and len({_role(site) for site in joined}) == 1):
+            for site in joined:
+                _take_apart(uses, site)
+
+
+def _sites(uses: Sequence[Use]) -> set[Site | None]:
+    return {use.site for use in uses}
+
+
+def _take_apart(uses: dict[int, list[Use]], site: Site) -> None:
+    for param, own in uses.items():
+        for number, use in enumerate(own):
+            if use.site is site:
+                alone = use.alone if _is_bias(param, site) else site.unbiased
+                own[number] = replace(use, site=alone, alone=None)
+
+
+def pattern_of(site: Site) -> str:
+    """The name of the default pattern that a site would match."""
+    constants = dict(site.constants)
+    if "has_scale" in constants:
+        broadcast = 1 if site.positions else 0
+        normalised = len(site.factors) > 1
+        if constants["has_scale"] and constants["has_shift"]:
+            kind = "normalization_haiku" if normalised else "scale_and_shift"
+        else:
+            kind = "scale_only" if constants["has_scale"] else "shift_only"
+        return f"{kind}_broadcast_{broadcast}"
+    kind = {"dense_tag": "dense", "conv2d_tag": "conv2d", "conv_tag": "conv"}.get(site.tag.name)
+    if kind is None:
+        return site.tag.name.removesuffix("_tag")
+    return f"{kind}_{'with' if len(site.params) > 1 else 'no'}_bias"
+
+
+def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
+    """The layers that the user tagged. Uses that a tag covers are taken away."""
+    layers: dict[tuple[str, tuple[int, ...]], Layer] = {}
+    for node, views in found.explicit:
+        name = node.name
+        params = tuple(view.param for view in views if view is not None)
+        if len(params) < len(views) or not params:
+            missing = [str(k) for k, view in enumerate(views) if view is None]
+            raise ValueError(
+                f"curvax: {name} was called with something else than parameters of the function "
+                f"as its parameters ({', '.join(missing) or 'with none'}). Tag the parameters "
+                f"themselves, at most cast or re-arranged."
+            )
+        key = name, params
+        before = layers.get(key, Layer(name, params))
+        layers[key] = replace(before, tagged=(*before.tagged, node))
+        for param in params:
+            uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
+    return _with_uncovered(layers.values(), uses)
+
+
+def _matched_layers(
+    found: Found, uses: dict[int, list[Use]], matched: Sequence[Match], before: Sequence[Layer]
+) -> list[Layer]:
+    """The layers that patterns of the user's found. Uses that a match covers are taken away."""
+    layers: dict[tuple[str, tuple[int, ...]], Layer] = {}
+    taken = {param for layer in before for param in layer.params}
+    covered: set[Node] = set()
+    for match in matched:
+        params = tuple(found.views[operand].param for operand in match.params)
+        key = match.pattern.name, params
+        others = taken - (set(params) if key in layers else set())
+        if not covered.isdisjoint(match.nodes) or not others.isdisjoint(params):
+            continue
+        covered.update(match.nodes)
+        taken.update(params)
+        layer = layers.get(key, Layer(match.pattern.tag_primitive.name, params))
+        layers[key] = replace(layer, matched=(*layer.matched, match))
+        for param in params:
+            uses[param] = [use for use in uses[param] if use.node not in match.nodes]
+    return _with_uncovered(layers.values(), uses)
+
+
+def _with_uncovered(layers: Iterable[Layer], uses: dict[int, list[Use]]) -> list[Layer]:
+    counted = lambda layer: sum(len(uses[param]) for param in layer.params)
+    return [replace(layer, uncovered=counted(layer)) for layer in layers]

@@ -1,0 +1,176 @@
+"""What a function's parameters and losses are registered as.
+
+`register` traces a function, keeps what its losses are computed from, finds the layers in that and
+checks that nothing was lost. Everything else in this room and above it starts from a
+`Registration`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from curvax._types import Array, Fun, PyTree, TreeDef
+from curvax.graph._find import find_uses
+from curvax.graph._layers import Layer, build_layers
+from curvax.graph._patterns import (
+    DEFAULT_GRAPH_PATTERNS,
+    GraphMatcherComparator,
+    GraphPattern,
+    matches,
+)
+from curvax.graph._program import Node, Program, Variable, read
+from curvax.graph._run import run
+from curvax.graph._tagging import TagSites, is_loss, tag_generic
+from curvax.tags import noted_registrations
+
+__all__ = ["Options", "Registration", "RegistrationError", "register"]
+
+
+class RegistrationError(ValueError):
+    """Parameters or losses could not be registered as was asked for."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to look for layers."""
+
+    only_generic: bool = False
+    skipped: tuple[str, ...] = ()
+    patterns: tuple[GraphPattern, ...] = DEFAULT_GRAPH_PATTERNS
+    comparator: GraphMatcherComparator = field(default_factory=GraphMatcherComparator)
+    through_custom: bool = False
+    strict: bool = False
+
+    @property
+    def all_skipped(self) -> set[str]:
+        """The names of what is not looked for, also because its pattern was left out."""
+        given = {pattern.name for pattern in self.patterns}
+        missing = {pattern.name for pattern in DEFAULT_GRAPH_PATTERNS} - given
+        further = set() if any(p.is_default for p in self.patterns) else _WITHOUT_PATTERN
+        return {*self.skipped, *missing, *further}
+
+
+_WITHOUT_PATTERN = {"embedding", "conv_with_bias", "conv_no_bias"}
+"""What is found by meaning beyond the default patterns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Registration:
+    """The layers and the losses of a function, at arguments of certain shapes."""
+
+    whole: Program
+    needed: Program
+    in_tree: TreeDef
+    out_tree: TreeDef
+    params_range: range
+    """Which of the inputs are parameters."""
+    names: tuple[str, ...]
+    """The parameters, by their paths."""
+    layers: Sequence[Layer]
+    losses: Sequence[Node]
+
+    @property
+    def params(self) -> Sequence[Variable]:
+        """The parameters."""
+        return [self.whole.inputs[number] for number in self.params_range]
+
+    def run(self, leaves: Sequence[Array]) -> PyTree:
+        """The function itself, with its layers tagged."""
+        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers))
+        return jax.tree.unflatten(self.out_tree, outputs)
+
+    def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
+        """Only what its losses depend on, of each loss; inside of loops, of each step."""
+        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers))
+        return tuple(tuple(collected[node]) for node in self.losses)
+
+    def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
+        start, stop = self.params_range.start, self.params_range.stop
+        params = tag_generic(self.layers, leaves[start:stop])
+        return [*leaves[:start], *params, *leaves[stop:]]
+
+
+def register(
+    func: Fun, func_args: Sequence[PyTree], params_index: int, options: Options, where: str
+) -> Registration:
+    """Find the layers and losses of `func` at arguments like these."""
+    args = tuple(func_args)
+    if not -len(args) <= params_index < len(args):
+        raise ValueError(
+            f"{where}: params_index={params_index} is out of range of {len(args)} arguments."
+        )
+    params_index %= len(args)
+    with noted_registrations() as noted:
+        closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
+    program = read(closed)
+    losses = [node for node in program.all_nodes() if is_loss(node)]
+    _check_losses(losses, noted, where)
+    before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
+    needed = program.needed_for(is_loss)
+    params_range = range(before, before + len(paths))
+    params = [program.inputs[number] for number in params_range]
+    found = find_uses(needed, params, options.through_custom)
+    matched = [
+        match
+        for pattern in options.patterns
+        if not pattern.is_default and pattern.name not in options.skipped
+        for match in matches(pattern, needed, found.views.__contains__, options.comparator)
+    ]
+    layers = build_layers(found, options.all_skipped, options.only_generic, matched)
+    registration = Registration(
+        program,
+        needed,
+        jax.tree.structure(args),
+        jax.tree.structure(shapes),
+        params_range,
+        tuple(map(jax.tree_util.keystr, paths)),
+        layers,
+        losses,
+    )
+    if options.strict:
+        _check_structured(registration, where)
+    return registration
+
+
+def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> None:
+    found = {node.params["where"] for node in losses}
+    lost = [place for place in dict.fromkeys(noted) if place not in found]
+    if lost:
+        raise RegistrationError(
+            f"{where}: a loss that was registered at {', '.join(lost)} is not in the traced "
+            f"program. A loss inside of `cond` or `while` cannot be used; and where a gradient is "
+            f"traced, JAX drops what the gradient does not need inside of `jit`, `checkpoint` and "
+            f"`scan`: compute with what register_* returns, or give the function itself instead."
+        )
+    if not losses:
+        raise RegistrationError(
+            f"{where}: the function registers no loss. Call one of curvax.register_* (such as "
+            f"curvax.register_squared_error_loss) on its predictions."
+        )
+
+
+def _check_structured(registration: Registration, where: str) -> None:
+    generic = [
+        f"\n  {registration.names[layer.params[0]]}: {layer.reason}"
+        for layer in registration.layers
+        if layer.is_generic
+    ]
+    if generic:
+        raise RegistrationError(
+            f"{where}: with strict=True every parameter must belong to a layer that is known, but "
+            f"{len(generic)} of {len(registration.names)} do not:{''.join(generic)}"
+        )
+
+
+def leaves_of(registration: Registration, func_args: Sequence[Any], where: str) -> list[Array]:
+    """The arguments as leaves, if they have the structure that was registered."""
+    leaves, tree = jax.tree.flatten(tuple(func_args))
+    if tree != registration.in_tree:
+        raise ValueError(
+            f"{where}: the arguments have another structure than those that were registered: "
+            f"{tree} instead of {registration.in_tree}."
+        )
+    return leaves

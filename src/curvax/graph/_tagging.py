@@ -1,0 +1,106 @@
+"""Putting tags where layers were found.
+
+The program is run again with a tag at each site. Inputs and outputs are brought into the order that
+all layers of a kind share, tagged, and brought back. A generic parameter is tagged before anything
+is computed from it.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from curvax import _compat
+from curvax._types import Array
+from curvax.graph._layers import Layer
+from curvax.graph._patterns import Match
+from curvax.graph._program import Node
+from curvax.graph._run import Collected, Given, Values
+from curvax.graph._sites import Site
+from curvax.tags import LossTag, generic_tag
+
+__all__ = ["TagSites", "tag_generic"]
+
+
+@dataclass(frozen=True)
+class TagSites:
+    """Hooks that put a tag at each site of some layers, and collect what losses are made of."""
+
+    layers: Sequence[Layer]
+
+    def keys_at(self, node: Node) -> Collection[Any] | None:
+        wanted = node in self._sites or node in self._matches or is_loss(node)
+        return () if wanted else None
+
+    def visit(
+        self, node: Node, inputs: Sequence[Any], values: Values, given: Given
+    ) -> tuple[list[Any], Collected]:
+        del given
+        outputs = _compat.run_equation(node.equation, inputs)
+        if is_loss(node):
+            return outputs, {node: outputs}
+        if node in self._matches:
+            return [_tag_match(self._matches[node], outputs[0], values)], {}
+        layer, site = self._sites[node]
+        return [_tag(layer, site, outputs[0], values), *outputs[1:]], {}
+
+    @functools.cached_property
+    def _sites(self) -> dict[Node, tuple[Layer, Site]]:
+        return {site.node: (layer, site) for layer in self.layers for site in layer.sites}
+
+    @functools.cached_property
+    def _matches(self) -> dict[Node, Match]:
+        return {match.nodes[0]: match for layer in self.layers for match in layer.matched}
+
+
+def is_loss(node: Node) -> bool:
+    """Whether a node is the tag of a loss."""
+    return isinstance(node.equation.primitive, LossTag)
+
+
+def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]:
+    """The parameters, those of generic layers tagged."""
+    generic = {layer.params[0] for layer in layers if layer.is_generic}
+    return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
+
+
+def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
+    factors = [jnp.asarray(values[operand]) for operand in site.factors]
+    params = [values[view.operand] for view in site.params]
+    constants = dict(site.constants)
+    layouts = [
+        layout.arrangement(view.axes)
+        for layout, view in zip(site.layouts, site.params, strict=True)
+    ]
+    if site.tag.name in ("conv2d_tag", "conv_tag"):
+        return site.tag.bind(output, *factors, *params, **constants)
+    arrangement = site.output_arrangement
+    if site.input_arrangement is None:
+        taken = _product(factors, output.shape)
+        taken = arrangement.apply(taken)
+    else:
+        taken = site.input_arrangement.apply(factors[0])
+    if not all(layout.is_trivial for layout in layouts):
+        constants["layouts"] = tuple(layouts)
+    if layer.tag_name != site.tag.name:
+        constants["layer"] = layer.tag_name
+    tagged = site.tag.bind(arrangement.apply(output), taken, *params, **constants)
+    return arrangement.undo(tagged)
+
+
+def _tag_match(match: Match, output: Array, values: Values) -> Array:
+    pattern = match.pattern
+    operands = [values[operand] for operand in (*match.inputs, *match.params)]
+    if pattern.in_values_preprocessor is not None:
+        operands = list(pattern.in_values_preprocessor(operands))
+    constants = pattern.parameters_extractor_func([node.equation for node in match.nodes])
+    return pattern.tag_primitive.bind(output, *operands, **constants)
+
+
+def _product(factors: Sequence[Array], shape: Sequence[int]) -> Array:
+    product = jnp.broadcast_to(factors[0], shape)
+    for factor in factors[1:]:
+        product = product * jnp.broadcast_to(factor, shape).astype(product.dtype)
+    return product
