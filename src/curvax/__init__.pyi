@@ -77,3 +77,10 @@ from curvax.tags import (
     register_generic as register_generic,
     register_scale_and_shift as register_scale_and_shift,
 )
+from curvax.tracing import (
+    ProcessedJaxpr as ProcessedJaxpr,
+    layer_tags_vjp as layer_tags_vjp,
+    loss_tags_hvp as loss_tags_hvp,
+    loss_tags_jvp as loss_tags_jvp,
+    loss_tags_vjp as loss_tags_vjp,
+)

@@ -30,6 +30,7 @@ __all__ = [
     "as_function",
     "as_program",
     "checkpointed",
+    "closed",
     "default_device",
     "define_identity",
     "filled_like",
@@ -387,17 +388,10 @@ def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """What an equation of a jaxpr computes from other inputs than those it was traced with."""
-    from jax.extend import core
-
-    if not any(map(_holds_program, equation.params.values())):
-        with equation.ctx.manager:
-            results = equation.primitive.bind(*inputs, **equation.params)
-        return list(results) if equation.primitive.multiple_results else [results]
-    # How programs inside are handed over differs between primitives and between versions.
-    pairs = zip(equation.invars, inputs, strict=True)
-    read = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    alone = core.Jaxpr((), list(read), equation.outvars, [equation], equation.effects)
-    return jax.core.eval_jaxpr(alone, (), *read.values())
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*inputs, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def function_name(equation: Any) -> str:
@@ -405,3 +399,10 @@ def function_name(equation: Any) -> str:
     _, inner = inner_program(equation)
     info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)
     return getattr(info, "func_name", None) or equation.params.get("name", equation.primitive.name)
+
+
+def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A jaxpr with its constants."""
+    from jax.extend import core
+
+    return core.ClosedJaxpr(jaxpr, list(consts))

@@ -4,12 +4,9 @@ And not only their names are right: what each tag says are inputs, outputs and p
 to be that, by computing the layer from them.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from curvax.graph._auto_register import auto_register_tags
 from curvax.graph._find import find_uses
@@ -18,6 +15,7 @@ from curvax.graph._registration import RegistrationError
 from curvax.graph._report import explain_registration
 from curvax.graph._run import run
 from curvax.tags import LayerTag, LossTag
+from graph.layers import recompute
 from graph.models import GENERIC, SPELLINGS
 from helpers import assert_same
 
@@ -90,58 +88,14 @@ def test_losses_get_what_they_got(case):
     assert_same(prediction, jax.jit(case.f)(case.params, case.x), 1e-10, 1e-10)
 
 
-def dense(node, x, w, b=None):
-    product = jnp.einsum("phi,hio->pho", x, w) if w.ndim == 3 else x @ w
-    return product if b is None else product + jnp.broadcast_to(b, product.shape)
-
-
-def convolution(node, x, w, b=None):
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
-    names += ("feature_group_count", "batch_group_count")
-    w = node.params["kernel"].apply(w)
-    product = lax.conv_general_dilated(x, w, **{name: node.params[name] for name in names})
-    if b is None:
-        return product
-    channel = node.params["dimension_numbers"].out_spec[1]
-    return product + lax.broadcast_in_dim(b, product.shape, (channel,))
-
-
-def scale_and_shift(node, x, *params):
-    params = [jnp.broadcast_to(p.reshape(1, -1), x.shape) for p in params]
-    scale = params.pop(0) if node.params["has_scale"] else jnp.ones_like(x)
-    return x * scale + (params.pop(0) if node.params["has_shift"] else 0)
-
-
-def embedding(node, x, table):
-    return table[x]
-
-
-COMPUTED = {
-    "dense_tag": (dense, 2),
-    "conv2d_tag": (convolution, 2),
-    "conv_tag": (convolution, 2),
-    "scale_and_shift_tag": (scale_and_shift, 1),
-    "embedding_tag": (embedding, 2),
-}
-
-
 @each_spelling
 def test_inputs_and_parameters_give_the_outputs(case):
     """In the order that the tag says, and with that of each loop for each of its steps."""
     found = list(tagged_layers(case))
     assert found
     for node, (y, x, *_), params in found:
-        layouts = node.params.get("layouts")
-        if layouts is not None:
-            params = [layout.apply(p) for layout, p in zip(layouts, params, strict=True)]
-        compute, num_axes = COMPUTED[node.name]
-        compute = functools.partial(compute, node)
         loops = y.ndim - len(node.outputs[0].shape)
-        own = "conv" not in node.name and params[0].ndim - (params[0].ndim == 3 and not loops)
-        for _ in range(loops):
-            compute = jax.vmap(compute, (0, *(0 if own > num_axes else None for _ in params)))
-        x = x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        assert_same(compute(x, *params), y.astype(jnp.float64), 1e-6, 1e-6)
+        assert_same(recompute(node, x, loops, params), y.astype(jnp.float64), 1e-6, 1e-6)
 
 
 @pytest.mark.parametrize("case", GENERIC, ids=name_of)

@@ -11,14 +11,24 @@ from curvax.graph._auto_register import (
     TaggedFunction as TaggedFunction,
     auto_register_tags as auto_register_tags,
 )
+from curvax.graph._layers import Layer as Layer, tagged_layers as tagged_layers
 from curvax.graph._patterns import (
     DEFAULT_GRAPH_PATTERNS as DEFAULT_GRAPH_PATTERNS,
     GraphMatcherComparator as GraphMatcherComparator,
     GraphPattern as GraphPattern,
 )
+from curvax.graph._program import Node as Node, Program as Program, read as read
 from curvax.graph._registration import RegistrationError as RegistrationError
 from curvax.graph._report import (
     ParameterRow as ParameterRow,
     RegistrationReport as RegistrationReport,
     explain_registration as explain_registration,
 )
+from curvax.graph._run import (
+    Collected as Collected,
+    Given as Given,
+    Values as Values,
+    run as run,
+    stack_shape as stack_shape,
+)
+from curvax.graph._tagging import is_loss as is_loss

@@ -30,11 +30,12 @@ class TaggedFunction:
         """What was found at arguments like these."""
         leaves, tree = jax.tree.flatten(func_args)
         key = tree, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
-        if key not in self._known:
-            self._known[key] = register(
-                self._func, func_args, self._params_index, self._options, _WHERE
-            )
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        found = register(self._func, func_args, self._params_index, self._options, _WHERE)
+        if not found.closes_over_tracers:  # Else it is good for this call only.
+            self._known[key] = found
+        return found
 
     def __call__(self, *func_args: PyTree) -> Any:
         """The result of the function, or what its losses depend on."""

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from curvax.graph._axes import Arrangement
-from curvax.graph._find import Found, Use
+from curvax.graph._find import Found, Use, find_uses
 from curvax.graph._patterns import Match
-from curvax.graph._program import Node
+from curvax.graph._program import Node, Program, Variable
 from curvax.graph._sites import Layout, Site
 from curvax.tags import generic_tag
 
-__all__ = ["Layer", "build_layers", "pattern_of"]
+__all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
 
 _UNUSED = "no loss depends on it"
 
@@ -78,6 +78,13 @@ def build_layers(
         layer = _layer_of(param, uses, skipped)
         if layer is not None:
             layers.append(layer)
+    return sorted(layers, key=lambda layer: layer.params)
+
+
+def tagged_layers(program: Program, params: Sequence[Variable]) -> list[Layer]:
+    """The layers of a program whose layers are all tagged."""
+    found = find_uses(program, params)
+    layers = _tagged_layers(found, {number: list(uses) for number, uses in found.uses.items()})
     return sorted(layers, key=lambda layer: layer.params)
 
 
@@ -178,7 +185,8 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
     """The layers that the user tagged. Uses that a tag covers are taken away."""
     layers: dict[tuple[str, tuple[int, ...]], Layer] = {}
     for node, views in found.explicit:
-        name = node.name
+        # A site of another kind than its layer says so: a table that is also a matrix.
+        name = node.params.get("layer", node.name)
         params = tuple(view.param for view in views if view is not None)
         if len(params) < len(views) or not params:
             missing = [str(k) for k, view in enumerate(views) if view is None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from curvax import _compat
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.graph._find import find_uses
 from curvax.graph._layers import Layer, build_layers
@@ -70,6 +71,7 @@ class Registration:
     """The parameters, by their paths."""
     layers: Sequence[Layer]
     losses: Sequence[Node]
+    closes_over_tracers: bool
 
     @property
     def params(self) -> Sequence[Variable]:
@@ -129,6 +131,7 @@ def register(
         tuple(map(jax.tree_util.keystr, paths)),
         layers,
         losses,
+        any(map(_compat.is_tracer, closed.consts)),
     )
     if options.strict:
         _check_structured(registration, where)

@@ -46,6 +46,8 @@ class CategoricalLogitsNegativeLogProbLoss(DistributionNegativeLogProbLoss):
                [ 0. ,  0. ]], dtype=float32),)
     """
 
+    least_axes = 2
+
     def __init__(
         self,
         logits: Array,

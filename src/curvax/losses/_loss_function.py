@@ -72,6 +72,9 @@ class LossFunction(abc.ABC):
     needs_targets: bool = False
     """Whether there is no loss without targets."""
 
+    least_axes: int = 1
+    """How many axes a prediction has at least, with that of the batch."""
+
     def __init__(self, weight: ArrayLike) -> None:
         self._weight = weight
 

@@ -69,6 +69,11 @@ class LossTag(Tag):
         """The names of the other arguments."""
         return self._independants
 
+    @property
+    def least_axes(self) -> int:
+        """How many axes a prediction has at least, with that of the batch."""
+        return getattr(self._cls, "least_axes", 1)
+
     def loss(self, *args: Any, args_names: Sequence[str]) -> Any:
         """The loss itself, made of the operands of a tag."""
         return self._cls(**dict(zip(args_names, args, strict=True)))

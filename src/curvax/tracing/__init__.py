@@ -1,0 +1,14 @@
+"""Traced functions, seen from their losses and layers.
+
+`ProcessedJaxpr` reads the tags of a traced function. `_traced` turns it into a map from parameters,
+and changes at layers, to what the losses depend on; `loss_tags_*` and `layer_tags_vjp` are
+derivatives of that map.
+"""
+
+from curvax.tracing._layer_tags import layer_tags_vjp as layer_tags_vjp
+from curvax.tracing._loss_tags import (
+    loss_tags_hvp as loss_tags_hvp,
+    loss_tags_jvp as loss_tags_jvp,
+    loss_tags_vjp as loss_tags_vjp,
+)
+from curvax.tracing._processed_jaxpr import ProcessedJaxpr as ProcessedJaxpr

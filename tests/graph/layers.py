@@ -1,0 +1,60 @@
+"""What each kind of layer computes, from what its tag says: the oracle of detection and tracing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def dense(node, x, w, b=None):
+    product = jnp.einsum("phi,hio->pho", x, w) if w.ndim == 3 else x @ w
+    return product if b is None else product + jnp.broadcast_to(b, product.shape)
+
+
+def convolution(node, x, w, b=None):
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+    names += ("feature_group_count", "batch_group_count")
+    w = node.params["kernel"].apply(w)
+    product = lax.conv_general_dilated(x, w, **{name: node.params[name] for name in names})
+    if b is None:
+        return product
+    channel = node.params["dimension_numbers"].out_spec[1]
+    return product + lax.broadcast_in_dim(b, product.shape, (channel,))
+
+
+def scale_and_shift(node, x, *params):
+    params = [jnp.broadcast_to(p.reshape(1, -1), x.shape) for p in params]
+    scale = params.pop(0) if node.params["has_scale"] else jnp.ones_like(x)
+    return x * scale + (params.pop(0) if node.params["has_shift"] else 0)
+
+
+def embedding(node, x, table):
+    return table[x]
+
+
+COMPUTED = {
+    "dense_tag": (dense, 2),
+    "conv2d_tag": (convolution, 2),
+    "conv_tag": (convolution, 2),
+    "scale_and_shift_tag": (scale_and_shift, 1),
+    "embedding_tag": (embedding, 2),
+}
+
+
+def recompute(node, x, num_loops, params):
+    """The output of a tagged layer, from its input and the parameters as the function has them.
+
+    Inside of loops the input has an axis for each in front. A parameter either has it too, or is
+    the same in all steps.
+    """
+    layouts = node.params.get("layouts")
+    if layouts is not None:
+        params = [layout.apply(p) for layout, p in zip(layouts, params, strict=True)]
+    compute, num_axes = COMPUTED[node.name]
+    compute = functools.partial(compute, node)
+    own = 0 if "conv" in node.name else params[0].ndim - (params[0].ndim == 3 and not num_loops)
+    for _ in range(num_loops):
+        compute = jax.vmap(compute, (0, *(0 if own > num_axes else None for _ in params)))
+    x = x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return compute(x, *params)
