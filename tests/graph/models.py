@@ -245,6 +245,13 @@ SPELLINGS = [
         {"e": "embedding_tag"},
     ),
     Spelling(
+        "table, one row at a time",
+        lambda p, x: jax.vmap(jax.vmap(lambda i: p["e"][i]))(x),
+        {"e": normal(1, 9, 3)},
+        jnp.array([[1, 2], [0, 8]]),
+        {"e": "embedding_tag"},
+    ),
+    Spelling(
         "tied table",
         lambda p, x: p["e"][x] @ p["e"].T,
         {"e": normal(1, 9, 3)},

@@ -188,32 +188,28 @@ def elementwise_site(node: Node, param: ParamView, other: Operand, kind: str) ->
 def embedding_site(node: Node, table: ParamView) -> Site | str:
     """Rows that are looked up in a table; or why that is no embedding."""
     _, indices = node.inputs
+    (output,) = node.outputs
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-    indexed, dims = tuple(numbers.start_index_map), table.axes.dims
-    plain = (
-        len(indexed) == 1
-        and tuple(numbers.collapsed_slice_dims) == indexed
-        and not numbers.operand_batching_dims
-        and all(
-            size == full
-            for axis, (size, full) in enumerate(zip(sizes, table.axes.shape, strict=True))
-            if axis not in indexed
-        )
-    )
-    if not plain:
+    dims = table.axes.dims
+    cut = [axis for axis, full in enumerate(table.axes.shape) if sizes[axis] != full]
+    starts = tuple(map(int, numbers.start_index_map))
+    if len(cut) != 1 or sizes[cut[0]] != 1 or cut[0] not in starts or numbers.operand_batching_dims:
         return "parts of it are cut out, not whole rows looked up"
     if any(atom.origin is None for dim in dims for atom in dim):
         return "it is repeated along an axis before it is indexed"
-    (output,) = node.outputs
-    rest = [axis for axis in range(len(dims)) if axis not in indexed]
-    features = tuple(numbers.offset_dims)
-    positions = tuple(axis for axis in range(len(output.shape)) if axis not in features)
+    (row,) = cut
+    # Axes that are not collapsed are in the result, one after the other; a row has size one there.
+    kept = [axis for axis in range(len(dims)) if axis not in numbers.collapsed_slice_dims]
+    features = tuple(
+        int(place) for axis, place in zip(kept, numbers.offset_dims, strict=True) if axis != row
+    )
+    positions = tuple(axis for axis in range(len(output.shape)) if axis not in numbers.offset_dims)
     layout = Layout(
         loops=_joined(table.axes.looped),
-        inputs=dims[indexed[0]],
-        outputs=_joined([dims[axis] for axis in rest]),
+        inputs=dims[row],
+        outputs=_joined([dims[axis] for axis in range(len(dims)) if axis != row]),
     )
-    their_axes = Axes.of(indices.shape).dims
+    their_axes = Axes.of(indices.shape[:-1]).dims
     return Site(
         embedding_tag,
         node,
@@ -226,6 +222,7 @@ def embedding_site(node: Node, table: ParamView) -> Site | str:
         Arrangement.of(their_axes, [_joined(their_axes)]),
         (table,),
         (layout,),
+        (("column", starts.index(row)),),
     )
 
 

@@ -77,6 +77,8 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
     if site.tag.name in ("conv2d_tag", "conv_tag"):
         return site.tag.bind(output, *factors, *params, **constants)
     arrangement = site.output_arrangement
+    if "column" in constants:  # Indices have an axis for the axes that they index.
+        factors = [factors[0][..., constants.pop("column")]]
     if site.input_arrangement is None:
         taken = _product(factors, output.shape)
         taken = arrangement.apply(taken)
