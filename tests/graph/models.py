@@ -341,6 +341,45 @@ SPELLINGS = [
 ]
 
 
+GATES = {"a": normal(1, 3, 4), "b": normal(2, 3, 2), "s": normal(3, 4), "t": normal(4, 2)}
+
+
+def fused(p: Any, x: Any) -> Any:
+    y = x @ jnp.concatenate([p["a"], p["b"]], axis=1)
+    return jnp.tanh(y + jnp.concatenate([p["s"], p["t"]]).reshape(1, -1))
+
+
+SPELLINGS += [
+    Spelling("fused", fused, GATES, X, dict.fromkeys("abst", "dense_tag"), 2),
+    Spelling(
+        "fused, transposed and cast",
+        lambda p, x: jnp.einsum(
+            "oi,bti->bto", jnp.concatenate([p["a"].T, p["b"].T]).astype(jnp.float64), x
+        ),
+        {"a": GATES["a"], "b": GATES["b"]},
+        SEQUENCE,
+        {"a": "dense_tag", "b": "dense_tag"},
+        2,
+    ),
+    Spelling(
+        "fused, one bias",
+        lambda p, x: biased(x @ jnp.concatenate([p["a"], p["b"]], axis=1), p["s"]),
+        {"a": GATES["a"], "b": GATES["b"], "s": normal(5, 6)},
+        X,
+        {"a": "dense_tag", "b": "dense_tag", "s": "scale_and_shift_tag"},
+        3,
+    ),
+    Spelling(
+        "fused biases",
+        lambda p, x: biased(jnp.sin(x), jnp.concatenate([p["s"], p["t"]])),
+        {"s": normal(6, 2), "t": normal(7, 1)},
+        X,
+        {"s": "scale_and_shift_tag", "t": "scale_and_shift_tag"},
+        2,
+    ),
+]
+
+
 @jax.custom_jvp
 def custom(w: Any, x: Any) -> Any:
     return x @ w
@@ -400,6 +439,27 @@ GENERIC = [
         {"w": W},
         X,
         "a loop carries it along and changes it",
+    ),
+    Generic(
+        "a loop that returns it",
+        lambda p, x: x @ lax.scan(lambda c, _: (p["w"], None), 0 * W, None, length=2)[0],
+        {"w": W},
+        X,
+        "a loop returns it",
+    ),
+    Generic(
+        "put together along the inputs",
+        lambda p, x: x @ jnp.concatenate([p["a"], p["b"]]),
+        {"a": normal(1, 1, 4), "b": normal(2, 2, 4)},
+        X,
+        "along an axis that is not of the outputs",
+    ),
+    Generic(
+        "put together and mixed",
+        lambda p, x: jnp.sin(jnp.concatenate([p["a"], p["b"]])) * x,
+        {"a": normal(1, 2, 3), "b": normal(2, 3, 3)},
+        X,
+        "put together with others, and used by `sin`",
     ),
     Generic(
         "used in two ways",

@@ -1,6 +1,6 @@
 """Following parameters through a program to where they are used.
 
-From each parameter, steps that only re-arrange it (`_REARRANGED`) are followed to the operations
+From each parameter, steps that only re-arrange it (`REARRANGED`) are followed to the operations
 that use it, and each use is either a site of a layer (`_sites`) or has a reason why it is none. A
 bias joins the product it is added to, if nothing else reads that product.
 """
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax.graph._axes import Axes
+from curvax.graph._concatenated import ConcatView, Parts, dense_parts, shift_parts
 from curvax.graph._program import Constant, Node, Operand, Program, Variable
+from curvax.graph._rearranged import REARRANGED
 from curvax.graph._sites import (
     ParamView,
     Site,
@@ -93,7 +95,7 @@ def _readers(program: Program) -> Counter[Operand]:
     return count
 
 
-_View = ParamView | _SiteView
+_View = ParamView | _SiteView | ConcatView | Parts
 
 
 @dataclass
@@ -164,12 +166,18 @@ class _Frame:
         return nodes
 
     def _use(self, node: Node, views: Sequence[_View | None]) -> None:
-        if node.name in _REARRANGED:
-            for view, operand, output in zip(views, node.inputs, node.outputs, strict=False):
+        if node.name in REARRANGED:
+            for view, output in zip(views, node.outputs, strict=False):
                 if view is not None:
-                    self._rearrange(node, view, operand, output)
+                    self._rearrange(node, view, output)
+            return
+        if any(isinstance(view, ConcatView) for view in views):
+            self._use_parts(node, views)
             return
         params = [view for view in views if isinstance(view, ParamView)]
+        if node.name == "concatenate" and len(params) == len(views) and not self.finder.reason:
+            self.views[node.outputs[0]] = ConcatView(tuple(params), node.params["dimension"])
+            return
         if not params:
             if node.name == "mul":
                 self._scale_further(node, views)
@@ -179,9 +187,47 @@ class _Frame:
             result = results if isinstance(results, str) else results.get(view.param)
             self._note(node, view, result)
 
-    def _rearrange(self, node: Node, view: _View, operand: Operand, output: Variable) -> None:
-        moved = _REARRANGED[node.name](view.axes, node.params)
+    def _use_parts(self, node: Node, views: Sequence[_View | None]) -> None:
+        """A use of parameters that were put together."""
+        (view, *others) = [view for view in views if isinstance(view, ConcatView)]
+        number = views.index(view)
+        result: Any = f"it is put together with others, and used by `{node.name}`"
+        if others or any(isinstance(view, ParamView) for view in views):
+            result = f"it meets another parameter in `{node.name}` before it meets data"
+        elif node.name == "dot_general":
+            result = dense_parts(node, view, number)
+        elif node.name in ("add", "add_any"):
+            before = self.view(node.inputs[1 - number])
+            only = self.finder.readers[node.inputs[1 - number]] == 1
+            parts = before if isinstance(before, Parts) and only else None
+            result = shift_parts(node, view, node.inputs[1 - number], parts)
+            if parts is not None and not isinstance(result, str) and result[0] != result[1]:
+                for old, new in zip(parts.sites, result[0].sites, strict=True):
+                    self.finder.found.replace_site(old, new)
+        if isinstance(result, str):
+            for param in view.params:
+                self._note(node, param, result)
+            return
+        sites, alone = result if isinstance(result, tuple) else (result, None)
+        for k, param in enumerate(view.params):
+            use = Use(node, sites.sites[k], alone=None if alone is None else alone.sites[k])
+            self.finder.found.add(param.param, use)
+        self.views[node.outputs[0]] = sites
+
+    def _rearrange(self, node: Node, view: _View, output: Variable) -> None:
         real = output.dtype is not None and jnp.issubdtype(output.dtype, jnp.floating)
+        move = REARRANGED[node.name]
+        if isinstance(view, Parts):
+            return
+        if isinstance(view, ConcatView):
+            parts = view.rearranged(node.name, move, node.params, output) if real else None
+            if parts is not None:
+                self.views[output] = parts
+                return
+            for param in view.params:
+                self._note(node, param, "it is put together with others and then mixed with them")
+            return
+        moved = move(view.axes, node.params)
         if isinstance(view, ParamView):
             if moved is None or not real:
                 reason = "its axes are mixed" if real else f"it is converted to {output.dtype}"
@@ -325,7 +371,10 @@ class _Frame:
         # What a loop carries depends on data if anything does that it is computed from.
         if any(operand in self.data for operand in node.inputs):
             data.update(body.inputs[number] for number in carried)
-        _, of_data = inner.walk(body, inside, data)
+        returned, of_data = inner.walk(body, inside, data)
+        for number, view in enumerate(returned):
+            if view is not None and number not in unchanged:
+                self._note(node, view, "a loop returns it")
         outputs = [unchanged.get(number) for number in range(len(node.outputs))]
         self._leave(node, outputs, of_data)
 
@@ -349,37 +398,6 @@ def _takes_bias(site: Site) -> bool:
         return _is_scale(site)
     return len(site.params) == 1 and site.tag.name != "embedding_tag"
 
-
-def _ints(numbers: Any) -> tuple[int, ...]:
-    """Plain integers; some transformations leave NumPy's in the parameters of an operation."""
-    return tuple(map(int, numbers))
-
-
-_same: Callable[[Axes, dict[str, Any]], Axes] = lambda axes, _: axes
-
-_REARRANGED: dict[str, Callable[[Axes, dict[str, Any]], Axes | None]] = {
-    "transpose": lambda axes, params: axes.transpose(_ints(params["permutation"])),
-    "reshape": lambda axes, params: (
-        None if params.get("dimensions") is not None else axes.reshape(_ints(params["new_sizes"]))
-    ),
-    "broadcast_in_dim": lambda axes, params: axes.broadcast(
-        _ints(params["shape"]), _ints(params["broadcast_dimensions"])
-    ),
-    "squeeze": lambda axes, params: axes.squeeze(_ints(params["dimensions"])),
-    "convert_element_type": _same,
-    "copy": _same,
-    "copy_p": _same,
-    "device_put": _same,
-    "sharding_constraint": _same,
-    "reduce_precision": _same,
-    "optimization_barrier": _same,
-    "name": _same,
-    "pvary": _same,
-    "pcast": _same,
-    "reshard": _same,
-    "mesh_cast": _same,
-}
-"""Operations that only move elements about, and what they do to axes."""
 
 _MADE: dict[str, Callable[[_Frame, Node, ParamView, int], Any]] = {
     "dot_general": _Frame.dense,

@@ -81,6 +81,8 @@ class Site:
     params: tuple[ParamView, ...]
     layouts: tuple[Layout, ...]
     constants: tuple[tuple[str, Any], ...] = ()
+    part: tuple[int, int, int] | None = None
+    """Of what is computed there, what is along an axis from one number to another; None for all."""
     unbiased: "Site | None" = None
     """The same site before a bias joined it."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from curvax import _compat
 from curvax._types import Array
@@ -43,12 +44,18 @@ class TagSites:
             return outputs, {node: outputs}
         if node in self._matches:
             return [_tag_match(self._matches[node], outputs[0], values)], {}
-        layer, site = self._sites[node]
-        return [_tag(layer, site, outputs[0], values), *outputs[1:]], {}
+        output = outputs[0]
+        for layer, site in self._sites[node]:
+            output = _tag_part(layer, site, output, values)
+        return [output, *outputs[1:]], {}
 
     @functools.cached_property
-    def _sites(self) -> dict[Node, tuple[Layer, Site]]:
-        return {site.node: (layer, site) for layer in self.layers for site in layer.sites}
+    def _sites(self) -> dict[Node, list[tuple[Layer, Site]]]:
+        found: dict[Node, list[tuple[Layer, Site]]] = {}
+        for layer in self.layers:
+            for site in layer.sites:
+                found.setdefault(site.node, []).append((layer, site))
+        return found
 
     @functools.cached_property
     def _matches(self) -> dict[Node, Match]:
@@ -66,6 +73,18 @@ def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]
     return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
 
 
+def _tag_part(layer: Layer, site: Site, output: Array, values: Values) -> Array:
+    """The output, with the part of it tagged that the site is about."""
+    if site.part is None:
+        return _tag(layer, site, output, values)
+    axis, start, stop = site.part
+    before, own, after = (
+        lax.slice_in_dim(output, first, last, axis=axis)
+        for first, last in ((0, start), (start, stop), (stop, output.shape[axis]))
+    )
+    return jnp.concatenate([before, _tag(layer, site, own, values), after], axis)
+
+
 def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
     factors = [jnp.asarray(values[operand]) for operand in site.factors]
     params = [values[view.operand] for view in site.params]
@@ -80,8 +99,7 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
     if "column" in constants:  # Indices have an axis for the axes that they index.
         factors = [factors[0][..., constants.pop("column")]]
     if site.input_arrangement is None:
-        taken = _product(factors, output.shape)
-        taken = arrangement.apply(taken)
+        taken = arrangement.apply(_product(factors, output.shape, site.part))
     else:
         taken = site.input_arrangement.apply(factors[0])
     if not all(layout.is_trivial for layout in layouts):
@@ -101,7 +119,16 @@ def _tag_match(match: Match, output: Array, values: Values) -> Array:
     return pattern.tag_primitive.bind(output, *operands, **constants)
 
 
-def _product(factors: Sequence[Array], shape: Sequence[int]) -> Array:
+def _product(
+    factors: Sequence[Array], shape: Sequence[int], part: tuple[int, int, int] | None
+) -> Array:
+    """The product of all factors, or that part of it, in the shape."""
+    if part is not None:
+        axis, start, stop = part
+        factors = [
+            x if x.shape[axis] == 1 else lax.slice_in_dim(x, start, stop, axis=axis)
+            for x in factors
+        ]
     product = jnp.broadcast_to(factors[0], shape)
     for factor in factors[1:]:
         product = product * jnp.broadcast_to(factor, shape).astype(product.dtype)
