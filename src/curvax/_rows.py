@@ -222,7 +222,7 @@ def zero_after(tree: PyTree) -> Array:
     """
     for leaf in jax.tree.leaves(tree):
         plain = _compat.sharding_of(leaf) is None and not _compat.is_varying(leaf)
-        bits = _SPECIAL.get(jnp.dtype(leaf.dtype).name)
+        bits = _SPECIAL.get(str(leaf.dtype))
         if plain and bits is not None and leaf.size:
             element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
             pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
