@@ -350,6 +350,20 @@ def fused(p: Any, x: Any) -> Any:
 
 
 SPELLINGS += [
+    Spelling(
+        "a number",
+        lambda p, x: jnp.tanh(x * p["s"]) + p["t"],
+        {"s": jnp.asarray(1.5), "t": jnp.asarray(0.5)},
+        X,
+        SCALE,
+    ),
+    Spelling(
+        "a number that scales and shifts",
+        lambda p, x: x * p["s"] + p["t"],
+        {"s": jnp.asarray(1.5), "t": jnp.asarray(0.5)},
+        X,
+        SCALE,
+    ),
     Spelling("fused", fused, GATES, X, dict.fromkeys("abst", "dense_tag"), 2),
     Spelling(
         "fused, transposed and cast",

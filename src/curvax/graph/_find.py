@@ -323,7 +323,9 @@ class _Frame:
         shape = node.outputs[0].shape
         if view.axes.shape == shape:
             return view
-        return replace(view, axes=view.axes.broadcast(shape, range(len(shape))))
+        # A number has no axes to begin with; anything else has as many as the result.
+        axes = range(len(shape)) if view.axes.dims else ()
+        return replace(view, axes=view.axes.broadcast(shape, axes))
 
     def _enter(self, node: Node, body: Program, views: Sequence[_View | None]) -> None:
         own = [view if isinstance(view, ParamView) else None for view in views]

@@ -126,7 +126,7 @@ def _product(
     if part is not None:
         axis, start, stop = part
         factors = [
-            x if x.shape[axis] == 1 else lax.slice_in_dim(x, start, stop, axis=axis)
+            x if x.ndim == 0 or x.shape[axis] == 1 else lax.slice_in_dim(x, start, stop, axis=axis)
             for x in factors
         ]
     product = jnp.broadcast_to(factors[0], shape)
