@@ -7,7 +7,6 @@ checks that nothing was lost. Everything else in this room and above it starts f
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
@@ -166,14 +165,3 @@ def _check_structured(registration: Registration, where: str) -> None:
             f"{where}: with strict=True every parameter must belong to a layer that is known, but "
             f"{len(generic)} of {len(registration.names)} do not:{''.join(generic)}"
         )
-
-
-def leaves_of(registration: Registration, func_args: Sequence[Any], where: str) -> list[Array]:
-    """The arguments as leaves, if they have the structure that was registered."""
-    leaves, tree = jax.tree.flatten(tuple(func_args))
-    if tree != registration.in_tree:
-        raise ValueError(
-            f"{where}: the arguments have another structure than those that were registered: "
-            f"{tree} instead of {registration.in_tree}."
-        )
-    return leaves

@@ -18,11 +18,12 @@ from curvax._types import Array
 from curvax.losses._arrays import widened
 from curvax.losses._distributions import Categorical, OneHotCategorical
 from curvax.losses._negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses._targets import WithTargets
 
 __all__ = ["CategoricalLogitsNegativeLogProbLoss", "OneHotCategoricalLogitsNegativeLogProbLoss"]
 
 
-class CategoricalLogitsNegativeLogProbLoss(DistributionNegativeLogProbLoss):
+class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
     """The negative log-probability of a class, as a loss of the logits of all classes.
 
     With `p = softmax(logits)` that is `-log(p[target])`. The Fisher matrix of one example is
@@ -55,25 +56,17 @@ class CategoricalLogitsNegativeLogProbLoss(DistributionNegativeLogProbLoss):
         mask: ArrayLike | None = None,
         weight: ArrayLike = 1.0,
     ) -> None:
-        super().__init__(weight)
+        super().__init__(targets, weight)
         self._logits = logits
-        self._targets = None if targets is None else jnp.asarray(targets)
         self._mask = None if mask is None else jnp.asarray(mask)
-
-    @property
-    def targets(self) -> Array | None:
-        """The right classes."""
-        return self._targets
 
     @property
     def mask(self) -> Array | None:
         """Which examples count."""
         return self._mask
 
-    @property
-    def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The targets and the mask, as far as they are given, and the weight."""
-        return (*(x for x in (self._targets, self._mask) if x is not None), self._weight)
+    def _further(self) -> tuple[Any, ...]:
+        return () if self._mask is None else (self._mask,)
 
     @property
     def dist(self) -> Categorical:

@@ -26,6 +26,7 @@ from curvax._types import Array, Fun
 from curvax.losses._arrays import Shape, widened
 from curvax.losses._check import check_predictions, check_weight
 from curvax.losses._loss_function import LossFunction
+from curvax.losses._targets import WithTargets
 from curvax.tags import LossTag
 
 __all__ = ["FunctionLoss", "register_loss"]
@@ -86,7 +87,7 @@ def register_loss(
     return _tag_of(fn).bind(*arrays.values(), args_names=tuple(arrays))[0]
 
 
-class FunctionLoss(LossFunction):
+class FunctionLoss(WithTargets, LossFunction):
     """A loss that is a function of one example; what `register_loss` registers.
 
     Arguments:
@@ -103,24 +104,13 @@ class FunctionLoss(LossFunction):
         targets: ArrayLike | None = None,
         weight: ArrayLike = 1.0,
     ) -> None:
-        super().__init__(weight)
+        super().__init__(targets, weight)
         self._fn, self._predictions = fn, predictions
-        self._targets = None if targets is None else jnp.asarray(targets)
-
-    @property
-    def targets(self) -> Array | None:
-        """The targets, if the function takes any."""
-        return self._targets
 
     @property
     def parameter_dependants(self) -> tuple[Array]:
         """The predictions."""
         return (self._predictions,)
-
-    @property
-    def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The targets if given, and the weight."""
-        return (self._weight,) if self._targets is None else (self._targets, self._weight)
 
     def copy_with_different_inputs(self, parameter_dependants: Sequence[Array]) -> "FunctionLoss":
         """The same loss of other predictions.

@@ -13,11 +13,12 @@ from curvax._types import Array
 from curvax.losses._arrays import widened
 from curvax.losses._distributions import Bernoulli
 from curvax.losses._negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses._targets import WithTargets
 
 __all__ = ["MultiBernoulliNegativeLogProbLoss"]
 
 
-class MultiBernoulliNegativeLogProbLoss(DistributionNegativeLogProbLoss):
+class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
     """The negative log-probability of independent Bernoulli variables, as a loss of their logits.
 
     For one example that is the sum of `-log(p)` where the target is 1 and `-log(1 − p)` where it
@@ -40,19 +41,8 @@ class MultiBernoulliNegativeLogProbLoss(DistributionNegativeLogProbLoss):
     def __init__(
         self, logits: Array, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
     ) -> None:
-        super().__init__(weight)
+        super().__init__(targets, weight)
         self._logits = logits
-        self._targets = None if targets is None else jnp.asarray(targets)
-
-    @property
-    def targets(self) -> Array | None:
-        """The zeros and ones to be predicted."""
-        return self._targets
-
-    @property
-    def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The targets if given, and the weight."""
-        return (self._weight,) if self._targets is None else (self._targets, self._weight)
 
     @property
     def dist(self) -> Bernoulli:

@@ -4,6 +4,7 @@ Its Fisher matrix, and its Hessian, is the identity divided by the variance.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -12,11 +13,12 @@ from curvax._types import Array
 from curvax.losses._arrays import over_examples, wide
 from curvax.losses._distributions import Normal
 from curvax.losses._negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses._targets import WithTargets
 
 __all__ = ["NormalMeanNegativeLogProbLoss"]
 
 
-class NormalMeanNegativeLogProbLoss(DistributionNegativeLogProbLoss):
+class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
     """The negative log-density of a normal distribution of given variance, as a loss of its mean.
 
     For one example that is `‖target − mean‖² / (2 variance) + n/2 log(2π variance)`, where n is the
@@ -43,26 +45,17 @@ class NormalMeanNegativeLogProbLoss(DistributionNegativeLogProbLoss):
         variance: ArrayLike = 0.5,
         weight: ArrayLike = 1.0,
     ) -> None:
-        super().__init__(weight)
+        super().__init__(targets, weight)
         self._mean = mean
-        self._targets = None if targets is None else jnp.asarray(targets)
         self._variance = variance
-
-    @property
-    def targets(self) -> Array | None:
-        """What the mean is compared with."""
-        return self._targets
 
     @property
     def variance(self) -> ArrayLike:
         """The variance of each entry."""
         return self._variance
 
-    @property
-    def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The targets if given, the variance and the weight."""
-        given = () if self._targets is None else (self._targets,)
-        return (*given, self._variance, self._weight)
+    def _further(self) -> tuple[Any, ...]:
+        return (self._variance,)
 
     @property
     def dist(self) -> Normal:

@@ -17,11 +17,12 @@ from curvax._types import Array
 from curvax.losses._arrays import Shape, columns, widened
 from curvax.losses._distributions import Normal
 from curvax.losses._negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses._targets import WithTargets
 
 __all__ = ["NormalMeanVarianceNegativeLogProbLoss"]
 
 
-class NormalMeanVarianceNegativeLogProbLoss(DistributionNegativeLogProbLoss):
+class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
     """The negative log-density of a normal distribution, as a loss of its mean and its variance.
 
     The Fisher matrix is diagonal: `1 / variance` for an entry of the mean, `0.5 / variance²` for
@@ -52,7 +53,7 @@ class NormalMeanVarianceNegativeLogProbLoss(DistributionNegativeLogProbLoss):
         targets: ArrayLike | None = None,
         weight: ArrayLike = 1.0,
     ) -> None:
-        super().__init__(weight)
+        super().__init__(targets, weight)
         if jnp.shape(mean) != jnp.shape(variance):
             raise ValueError(
                 f"curvax.NormalMeanVarianceNegativeLogProbLoss: mean and variance must have one "
@@ -60,17 +61,6 @@ class NormalMeanVarianceNegativeLogProbLoss(DistributionNegativeLogProbLoss):
                 f"not predicted, use curvax.NormalMeanNegativeLogProbLoss."
             )
         self._mean, self._variance = mean, variance
-        self._targets = None if targets is None else jnp.asarray(targets)
-
-    @property
-    def targets(self) -> Array | None:
-        """What the mean is compared with."""
-        return self._targets
-
-    @property
-    def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The targets if given, and the weight."""
-        return (self._weight,) if self._targets is None else (self._targets, self._weight)
 
     @property
     def dist(self) -> Normal:

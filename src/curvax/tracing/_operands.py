@@ -5,7 +5,6 @@ front. All of it is one loss, with these axes merged into that of the batch.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -23,18 +22,13 @@ class LossOperands:
     """
 
     def __init__(self, node: Node, operands: Sequence[Array], num_loops: int) -> None:
-        self._tag: LossTag = node.equation.primitive
-        self._names = node.params["args_names"]
-        count = len(self._tag.parameter_dependants_names)
+        tag: LossTag = node.equation.primitive
+        count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, self._tag.least_axes)
+        arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, tag.least_axes)
         self.dependants = tuple(arrays[:count])
         self.others = tuple(arrays[count:])
-
-    def loss(self, dependants: Sequence[Array], others: Sequence[Array]) -> Any:
-        """The loss, made of such arrays."""
-        return self._tag.loss(*dependants, *others, args_names=self._names)
 
 
 def _merged(
@@ -81,8 +75,3 @@ def _with_all_axes(
     rest = x.shape[sum(own) :]
     x = jnp.expand_dims(x, [axis for axis, has in enumerate(own) if not has])
     return jnp.broadcast_to(x, (*sizes, *rest))
-
-
-def leaves_with(params: Sequence[Any], leaves: Sequence[Any], start: int) -> list[Any]:
-    """The leaves of all arguments, with these for the parameters, which begin at `start`."""
-    return [*leaves[:start], *params, *leaves[start + len(params) :]]
