@@ -1,0 +1,147 @@
+"""Arrays: what their types say beyond shape and dtype.
+
+Meshes with `Explicit` axes (what `jax.make_mesh` makes by default) put the sharding of an array
+into its type, and then JAX refuses an operation whose result it would have to communicate for.
+`sharding_of`, `unsharded_along`, `filled_like` and `mesh_of` are what loops need to live with that.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+__all__ = [
+    "filled_like",
+    "is_key",
+    "is_tracer",
+    "is_varying",
+    "made_up",
+    "mesh_of",
+    "shape_of",
+    "sharding_of",
+    "unsharded_along",
+    "unwrap_keys",
+    "varying_like",
+    "wrap_keys",
+]
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """What a program has to know of an argument, be it an array, a tracer, a number or a shape.
+
+    An array says on which devices it lies. A tracer does not, whatever its type says of axes; a
+    program for it alone is for one device.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    kind = jax.typeof(x)
+    placed = isinstance(x, jax.Array) and not is_tracer(x) and x.committed
+    sharding = x.sharding if placed else None
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
+def made_up(shape: Any) -> Any:
+    """A concrete array of such a shape, inside of transformations too: ones, zeros, or keys."""
+    if not is_key(shape):
+        value = np.ones if jnp.issubdtype(shape.dtype, jnp.inexact) else np.zeros
+        return value(shape.shape, shape.dtype)
+    with jax.ensure_compile_time_eval():
+        key = jax.random.key(0, impl=shape.dtype._impl)
+        return jnp.broadcast_to(key, shape.shape)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether `x` stands for a value that is not known yet."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed random keys, which have no numeric dtype."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def unwrap_keys(x: Array) -> Array:
+    """The numbers behind typed random keys, along new last axes; other arrays as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def wrap_keys(x: Array, like: Any) -> Array:
+    """What `unwrap_keys` undid, for an array of the dtype of `like`."""
+    if not is_key(like):
+        return x
+    implementations: list[Any] = []
+    jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
+    return jax.random.wrap_key_data(x, impl=implementations[0])
+
+
+def sharding_of(x: Any) -> NamedSharding | None:
+    """The sharding in the type of `x`, or None where it has none to speak of."""
+    sharding = getattr(_type(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def unsharded_along(x: Array, axis: int) -> Array:
+    """`x` itself, gathered along `axis` if its type says that it is sharded there."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return x
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) -> Array:
+    """An array full of one value, of the type of `x` but for the given shape.
+
+    The type includes the sharding over explicit mesh axes and the manual axes of a `shard_map`
+    over which `x` varies, because a loop's carry must have the type that its body returns.
+    """
+    full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding_of(x))
+    return varying_like(full, x)
+
+
+def varying_like(x: Array, like: Any) -> Array:
+    """`x`, made to vary over the manual axes of a `shard_map` over which `like` varies."""
+    missing = tuple(_varying(like) - _varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    # JAX 0.10 put the set of these axes into a larger object; in 0.9 a mere shape may have None.
+    manual = getattr(_type(x), "manual_axis_type", None)
+    found = manual.varying if manual is not None else getattr(_type(x), "vma", None)
+    return found or frozenset()
+
+
+def is_varying(x: Any) -> bool:
+    """Whether an array differs between the devices of a `shard_map`, by its type."""
+    return bool(_varying(x))
+
+
+def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
+    """A context in which new arrays can have shardings like those of `arrays`.
+
+    A traced program knows its mesh. Outside of one, arrays over explicit mesh axes bring theirs
+    along in their shardings, but JAX wants it said.
+    """
+    if is_tracer(lax.full((), 0)):  # New arrays are traced: a program is being made.
+        return nullcontext()
+    for x in arrays:
+        if is_tracer(x) or sharding_of(x) is None or not jax.sharding.get_abstract_mesh().empty:
+            continue
+        return jax.set_mesh(x.sharding.mesh)
+    return nullcontext()
+
+
+def _type(x: Any) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)

@@ -1,0 +1,107 @@
+"""Functions: tracing them once, what they depend on, how they are compiled."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+__all__ = [
+    "default_device",
+    "has_effects",
+    "is_jitted",
+    "trace",
+    "trace_with_constants",
+    "tracing_context",
+    "true_account",
+    "unjitted",
+]
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`fun` traced once and for all, for arguments like these: arrays, or their shapes.
+
+    The result is called like `fun`. Unlike a jitted function it is never traced again, also where
+    an argument is of weak type at one time and not at another.
+    """
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def traced(*args: Any) -> Any:
+        leaves = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, leaves)
+
+    return traced
+
+
+def trace_with_constants(
+    fun: Callable[..., Any], *args: Any
+) -> tuple[Callable[..., Any], list[Any], Any]:
+    """`fun` traced for arguments like these, what it closed over, and the shapes of its result.
+
+    The first takes those constants, then the leaves of the arguments, and returns the leaves of
+    the result. Constants are arrays, or tracers of the transformation in which this is called.
+    """
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    count = len(program.consts)
+
+    def traced(*leaves: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(program.jaxpr, leaves[:count], *leaves[count:])
+
+    return traced, program.consts, shapes
+
+
+def tracing_context() -> Any:
+    """What beside its arguments decides how a function is traced; to be compared only."""
+    settings: Any = jax.config
+    mesh = jax.sharding.get_abstract_mesh()
+    names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "default_prng_impl")
+    names += ("numpy_rank_promotion", "debug_nans", "threefry_partitionable")
+    return default_device(), mesh, *(getattr(settings, f"jax_{name}", None) for name in names)
+
+
+@functools.cache
+def true_account(platform: str) -> dict[str, Any]:
+    """Compiler options with which a compiled program tells all the memory it needs.
+
+    On CPU, XLA of JAX 0.10 may turn a chain of matrix products into one library call whose scratch
+    memory is in no account. Older ones have no such calls, and do not know the option.
+    """
+    options: Any = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if platform != "cpu":
+        return {}
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.jit(lambda x: x).lower(scalar).compile(options)
+    except Exception:  # noqa: BLE001  Which one it is depends on the version.
+        return {}
+    return options
+
+
+def default_device() -> Any:
+    """The device on which JAX computes by default."""
+    settings: Any = jax.config
+    device = settings.jax_default_device  # A device, the name of a platform, or None.
+    if device is None or isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device
+
+
+def is_jitted(fun: Any) -> bool:
+    """Whether a function comes from `jax.jit`."""
+    return all(hasattr(fun, name) for name in ("trace", "lower", "__wrapped__"))
+
+
+def unjitted(fun: Any) -> Callable[..., Any]:
+    """The function that `jax.jit` was applied to, if it was, else the function itself.
+
+    What a jitted function closes over stays inside of it, out of reach for `trace_with_constants`.
+    """
+    return unjitted(fun.__wrapped__) if is_jitted(fun) else fun
+
+
+def has_effects(fun: Callable[[], Any]) -> bool:
+    """Whether a function does anything beside computing its result, by its trace."""
+    return bool(jax.make_jaxpr(fun)().effects)

@@ -1,0 +1,148 @@
+"""Programs: traced functions, the operations in them and the programs inside of these."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+__all__ = [
+    "Kind",
+    "ScanForm",
+    "as_function",
+    "as_program",
+    "checkpointed",
+    "closed",
+    "function_name",
+    "inner_program",
+    "is_literal",
+    "passes_through",
+    "returns_complex",
+    "run_equation",
+]
+
+
+def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
+    """`x` as a jaxpr and its constants if it is one, closed or not; else None.
+
+    Programs inside of programs are found by it wherever an operation's parameters keep them.
+    """
+    from jax.extend import core  # It loads much that is not needed otherwise.
+
+    if isinstance(x, core.ClosedJaxpr):
+        return x.jaxpr, x.consts
+    return (x, ()) if isinstance(x, core.Jaxpr) else None
+
+
+def as_function(program: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of leaves."""
+    return lambda *leaves: jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+
+
+def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A jaxpr with its constants."""
+    from jax.extend import core
+
+    return core.ClosedJaxpr(jaxpr, list(consts))
+
+
+def is_literal(x: Any) -> bool:
+    """Whether what an operation reads is a value written into the program, not a variable."""
+    from jax.extend import core
+
+    return isinstance(x, core.Literal)
+
+
+Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
+"""What an operation does with the program inside of it: nothing, it has none; runs it; runs it
+again in the backward pass; has derivatives of its own for it; repeats it; or something else."""
+
+
+_KINDS: dict[str, tuple[Kind, str]] = {
+    "jit": ("call", "jaxpr"),
+    "pjit": ("call", "jaxpr"),
+    "closed_call": ("call", "call_jaxpr"),
+    "core_call": ("call", "call_jaxpr"),
+    "remat": ("checkpoint", "jaxpr"),
+    "remat2": ("checkpoint", "jaxpr"),
+    "checkpoint": ("checkpoint", "jaxpr"),
+    "custom_jvp_call": ("custom", "call_jaxpr"),
+    "custom_vjp_call": ("custom", "call_jaxpr"),
+    "custom_vjp_call_jaxpr": ("custom", "fun_jaxpr"),
+    "scan": ("scan", "jaxpr"),
+}
+
+
+def inner_program(equation: Any) -> tuple[Kind, Any]:
+    """The kind of an equation, and the closed program that belongs to that kind."""
+    from jax.extend import core
+
+    name = equation.primitive.name
+    if name in _KINDS:
+        kind, key = _KINDS[name]
+        inner = equation.params[key]
+        closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+        return kind, closed
+    inside = any(map(_holds_program, equation.params.values()))
+    return ("opaque" if inside else "plain"), None
+
+
+def _holds_program(x: Any) -> bool:
+    return any(map(_holds_program, x)) if isinstance(x, tuple | list) else as_program(x) is not None
+
+
+@dataclass(frozen=True)
+class ScanForm:
+    """How a scan is put together: the first inputs are constants, the next the carry."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    @classmethod
+    def of(cls, equation: Any) -> "ScanForm":
+        """The form of an equation that is a scan."""
+        params = equation.params
+        names = ("num_consts", "num_carry", "length", "reverse", "unroll")
+        return cls(*(params[name] for name in names))
+
+
+def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, checkpointed as the equation is."""
+    params = equation.params
+    return jax.checkpoint(fun, prevent_cse=params["prevent_cse"], policy=params["policy"])
+
+
+def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """What an equation of a jaxpr computes from other inputs than those it was traced with."""
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*inputs, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def function_name(equation: Any) -> str:
+    """The name of the function that an equation with a program inside was made from."""
+    _, inner = inner_program(equation)
+    info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)
+    return getattr(info, "func_name", None) or equation.params.get("name", equation.primitive.name)
+
+
+def passes_through(params: dict[str, Any]) -> bool:
+    """Whether an operation is a function with custom derivatives that computes nothing."""
+    return "call_jaxpr" in params and not params["call_jaxpr"].jaxpr.eqns
+
+
+def returns_complex(primitive: Any, avals: Iterable[Any], params: dict[str, Any]) -> bool:
+    """Whether an operation puts out complex numbers, for operands of these types."""
+    if "call_jaxpr" in params:  # A function with custom derivatives.
+        outputs = params["call_jaxpr"].out_avals
+    else:
+        outputs, _ = primitive.abstract_eval(*avals, **params)
+        outputs = outputs if primitive.multiple_results else [outputs]
+    dtypes = [x.dtype for x in outputs if hasattr(x, "dtype")]
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
