@@ -15,7 +15,6 @@ def dense(node, x, w, b=None):
 def convolution(node, x, w, b=None):
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     names += ("feature_group_count", "batch_group_count")
-    w = node.params["kernel"].apply(w)
     product = lax.conv_general_dilated(x, w, **{name: node.params[name] for name in names})
     if b is None:
         return product
@@ -53,7 +52,9 @@ def recompute(node, x, num_loops, params):
         params = [layout.apply(p) for layout, p in zip(layouts, params, strict=True)]
     compute, num_axes = COMPUTED[node.name]
     compute = functools.partial(compute, node)
-    own = 0 if "conv" in node.name else params[0].ndim - (params[0].ndim == 3 and not num_loops)
+    if "conv" in node.name:
+        num_axes = len(node.params["dimension_numbers"].rhs_spec)
+    own = params[0].ndim - (num_axes == 2 and params[0].ndim == 3 and not num_loops)
     for _ in range(num_loops):
         compute = jax.vmap(compute, (0, *(0 if own > num_axes else None for _ in params)))
     x = x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

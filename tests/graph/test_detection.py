@@ -45,6 +45,9 @@ class Captured:
     def keys_at(self, node):
         return () if isinstance(node.equation.primitive, LayerTag) else None
 
+    def is_split(self, key, loop):
+        raise NotImplementedError
+
     def visit(self, node, inputs, values, given):
         tag = node.equation.primitive
         return list(inputs[: tag.num_outputs]), {node: list(inputs)}

@@ -28,6 +28,7 @@ from curvax.graph._run import (
     Collected as Collected,
     Given as Given,
     Values as Values,
+    loops_around as loops_around,
     run as run,
     stack_shape as stack_shape,
 )

@@ -44,8 +44,9 @@ Dims = tuple[tuple[Atom, ...], ...]
 class Axes:
     """Where the axes of an array of shape `origin` have gone: the atoms of each axis it has now.
 
-    Axes and atoms of size one have nothing to keep track of. `looped` are the axes along which
-    loops take one element after the other, outermost first.
+    Axes and atoms of size one have nothing to keep track of. `looped` has an entry for each loop
+    around, outermost first: the axis along which it takes one element after the other, or nothing
+    if it takes the array as it is.
     """
 
     origin: tuple[int, ...]
@@ -122,10 +123,11 @@ class Axes:
             dims.append(tuple(dim))
         return None if atoms else replace(self, dims=tuple(dims))
 
-    def without(self, axis: int) -> "Axes":
-        """One element along an axis, as a loop takes it."""
-        rest = (*self.dims[:axis], *self.dims[axis + 1 :])
-        return replace(self, dims=rest, looped=(*self.looped, self.dims[axis]))
+    def inside_loop(self, element: bool) -> "Axes":
+        """As a loop takes it: one element along the first axis, or all of it in each step."""
+        if not element:
+            return replace(self, looped=(*self.looped, ()))
+        return replace(self, dims=self.dims[1:], looped=(*self.looped, self.dims[0]))
 
 
 @dataclass(frozen=True)

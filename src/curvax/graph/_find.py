@@ -367,8 +367,7 @@ class _Frame:
                     data.add(variable)
                     continue
                 unchanged[position] = view
-            looped = number >= carried.stop
-            axes = view.axes.without(0) if looped else view.axes
+            axes = view.axes.inside_loop(element=number >= carried.stop)
             inside[variable] = ParamView(view.param, axes, variable)
         # What a loop carries depends on data if anything does that it is computed from.
         if any(operand in self.data for operand in node.inputs):

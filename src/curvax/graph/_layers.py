@@ -35,6 +35,9 @@ class Layer:
     tagged: tuple[Node, ...] = ()
     matched: tuple[Match, ...] = ()
     reason: str = ""
+    stacked: tuple[tuple[bool, ...], ...] = ()
+    """For each of these tags, which of the loops around it take one slice of its parameters each
+    time, outermost first."""
     uncovered: int = 0
     """How many uses of its parameters a layer of the user's does not cover."""
 
@@ -197,7 +200,10 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
             )
         key = name, params
         before = layers.get(key, Layer(name, params))
-        layers[key] = replace(before, tagged=(*before.tagged, node))
+        stacked = tuple(map(bool, views[0].axes.looped)) if views[0] is not None else ()
+        layers[key] = replace(
+            before, tagged=(*before.tagged, node), stacked=(*before.stacked, stacked)
+        )
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
     return _with_uncovered(layers.values(), uses)

@@ -3,8 +3,9 @@
 `Hooks` say what to do in the place of which nodes. Bodies that have none of these nodes are run as
 they are. A body that has some is entered, and what it was stays what it is: checkpointed, repeated.
 
-Hooks can be given arrays by keys, and can collect others. Inside of a loop, what belongs to a node
-there has one more axis in front, of which each step gets and leaves its own part.
+Hooks can be given arrays by keys, and can collect others. Inside of a loop, what is collected has
+one more axis in front, and so has what is given, of which each step gets its own part; unless the
+hooks say that it is for all steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,15 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 from jax import lax
 
 from curvax import _compat
-from curvax._types import Array
+from curvax._types import PyTree
 from curvax.graph._program import Constant, Node, Operand, Program, Variable
 
-__all__ = ["Collected", "Given", "Hooks", "Values", "run", "stack_shape"]
+__all__ = ["Collected", "Given", "Hooks", "Values", "loops_around", "run", "stack_shape"]
 
-Given = Mapping[Any, Array]
-"""Arrays for hooks, by key."""
+Given = Mapping[Any, PyTree]
+"""Pytrees of arrays for hooks, by key."""
 
-Collected = dict[Any, Any]
+Collected = dict[Any, PyTree]
 """Pytrees of arrays from hooks, by key."""
 
 
@@ -31,6 +32,10 @@ class Hooks(Protocol):
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
         """The keys of what is given for a node; None if there is nothing to do at it."""
+        ...
+
+    def is_split(self, key: Any, loop: Node) -> bool:
+        """Whether what is given under a key has a part for each step of a loop."""
         ...
 
     def visit(
@@ -106,7 +111,7 @@ def _run_scan(
     start = form.num_consts + form.num_carry
     consts, carry, xs = inputs[: form.num_consts], inputs[form.num_consts : start], inputs[start:]
     inside = _keys_inside(body, hooks) or set()
-    names = [key for key in given if key in inside]
+    names = [key for key in given if key in inside and hooks.is_split(key, node)]
     keys: list[Any] = []  # Keys need not be what JAX takes for keys of a dictionary.
 
     def step(carry: list[Any], part: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
@@ -127,14 +132,18 @@ def _run_scan(
     return [*final, *ys], dict(zip(keys, found, strict=True))
 
 
-def stack_shape(program: Program, wanted: Node) -> tuple[int, ...] | None:
-    """The lengths of the loops around a node, outermost first; None if it is not in there."""
+def loops_around(program: Program, wanted: Node) -> tuple[Node, ...] | None:
+    """The loops around a node, outermost first; None if it is not in the program."""
     for node in program.nodes:
         if node is wanted:
             return ()
-        if node.body is not None:
-            inner = stack_shape(node.body, wanted)
-            if inner is not None:
-                looped = node.kind == "scan"
-                return (_compat.ScanForm.of(node.equation).length, *inner) if looped else inner
+        inner = None if node.body is None else loops_around(node.body, wanted)
+        if inner is not None:
+            return (node, *inner) if node.kind == "scan" else inner
     return None
+
+
+def stack_shape(program: Program, node: Node) -> tuple[int, ...]:
+    """The lengths of the loops around a node of a program, outermost first."""
+    loops = loops_around(program, node) or ()
+    return tuple(_compat.ScanForm.of(loop.equation).length for loop in loops)

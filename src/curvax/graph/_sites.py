@@ -247,8 +247,8 @@ def conv_site(node: Node, kernel: ParamView) -> Site | str:
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     names += ("feature_group_count", "batch_group_count")
     constants = [(name, node.params[name]) for name in names]
-    if not kernel.axes.looped:
-        constants.append(("kernel", Arrangement.of(kernel.axes.origin_dims(), dims)))
+    stacked = [layout.loops] if layout.loops else []
+    constants.append(("kernel", Arrangement.of(kernel.axes.origin_dims(), [*stacked, *dims])))
     return Site(
         conv2d_tag if len(spatial) == 2 and not grouped else conv_tag,
         node,

@@ -35,6 +35,9 @@ class TagSites:
         wanted = node in self._sites or node in self._matches or is_loss(node)
         return () if wanted else None
 
+    def is_split(self, key: Any, loop: Node) -> bool:
+        raise NotImplementedError  # Nothing is given.
+
     def visit(
         self, node: Node, inputs: Sequence[Any], values: Values, given: Given
     ) -> tuple[list[Any], Collected]:
@@ -93,6 +96,10 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
         layout.arrangement(view.axes)
         for layout, view in zip(site.layouts, site.params, strict=True)
     ]
+    if "kernel" in constants:  # Images stay as they are, and kernels as the convolution has them.
+        layouts[0] = constants.pop("kernel")
+    if not all(layout.is_trivial for layout in layouts):
+        constants["layouts"] = tuple(layouts)
     if site.tag.name in ("conv2d_tag", "conv_tag"):
         return site.tag.bind(output, *factors, *params, **constants)
     arrangement = site.output_arrangement
@@ -102,8 +109,6 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
         taken = arrangement.apply(_product(factors, output.shape, site.part))
     else:
         taken = site.input_arrangement.apply(factors[0])
-    if not all(layout.is_trivial for layout in layouts):
-        constants["layouts"] = tuple(layouts)
     if layer.tag_name != site.tag.name:
         constants["layer"] = layer.tag_name
     tagged = site.tag.bind(arrangement.apply(output), taken, *params, **constants)

@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from curvax import _compat
-from curvax._types import Array
 
 __all__ = ["Tag"]
 
@@ -33,7 +32,7 @@ class Tag(_compat.Primitive):
         return super().bind(*args, **{"stacked": (), **params})
 
     def _batch(
-        self, args: Sequence[Array], axes: Sequence[int | None], *, stacked: Any, **params: Any
+        self, args: Sequence[Any], axes: Sequence[int | None], *, stacked: Any, **params: Any
     ) -> tuple[Any, Any]:
         pairs = zip(args, axes, strict=True)
         moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]

@@ -1,8 +1,9 @@
 """Traced functions, seen from their losses and layers.
 
-`ProcessedJaxpr` reads the tags of a traced function. `_traced` turns it into a map from parameters,
-and changes at layers, to what the losses depend on; `loss_tags_*` and `layer_tags_vjp` are
-derivatives of that map.
+`ProcessedJaxpr` reads the tags of a traced function. `_traced` turns it into a map from parameters
+to what the losses depend on, with something done at the layers; `loss_tags_*` and `layer_tags_vjp`
+are derivatives of that map, and `layer_statistics` sums what there is at layers while the
+derivative is computed.
 """
 
 from curvax.tracing._layer_tags import layer_tags_vjp as layer_tags_vjp
@@ -12,3 +13,8 @@ from curvax.tracing._loss_tags import (
     loss_tags_vjp as loss_tags_vjp,
 )
 from curvax.tracing._processed_jaxpr import ProcessedJaxpr as ProcessedJaxpr
+from curvax.tracing._statistics import (
+    LayerRule as LayerRule,
+    Statistic as Statistic,
+    layer_statistics as layer_statistics,
+)

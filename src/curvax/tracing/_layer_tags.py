@@ -1,16 +1,16 @@
 """`layer_tags_vjp`: what goes into each layer, and what comes back to it from the losses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, Fun, PyTree
-from curvax.graph import Node
+from curvax.graph import Collected, Given, Node, stack_shape
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._processed_jaxpr import ProcessedJaxpr
-from curvax.tracing._traced import LossMap, TracedFunction
+from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
 
 __all__ = ["layer_tags_vjp"]
 
@@ -77,11 +77,13 @@ def layer_tags_vjp(
     ) -> tuple[Losses, Callable[[LossTangents], list[LayerData]]]:
         at = traced.at(func_args)
         nodes = [node for layer in at.processed.layers for node in layer.tagged]
-        zeros = at.no_changes()
+        zeros = _no_changes(at)
         keys = list(zeros)
 
         def changed(params: Sequence[Array], changes: Sequence[Array]) -> Any:
-            return at(params, dict(zip(keys, changes, strict=True)))
+            given = dict(zip(keys, changes, strict=True))
+            dependants, (others, operands) = at(params, _Changes(), given)
+            return dependants, (others, [operands[node] for node in nodes])
 
         dependants, pull_back, (others, operands) = jax.vjp(
             changed, at.params, list(zeros.values()), has_aux=True
@@ -101,12 +103,37 @@ def layer_tags_vjp(
     return vjp_at
 
 
+class _Changes(AtLosses):
+    """Hooks that add a change to each output of each layer, and collect the operands of layers."""
+
+    def keys_at_layer(self, node: Node) -> Collection[Any]:
+        return [(node, number) for number in range(len(node.outputs))]
+
+    def visit_layer(
+        self, node: Node, operands: list[Array], given: Given
+    ) -> tuple[list[Any], Collected]:
+        outputs = operands[: len(node.outputs)]
+        changed = [y + given[node, number] for number, y in enumerate(outputs)]
+        return changed, {node: operands}
+
+
+def _no_changes(at: LossMap) -> dict[Any, Array]:
+    """Zeros to be added to the outputs of all layers."""
+    changes: dict[Any, Array] = {}
+    for layer in at.processed.layers:
+        for node in layer.tagged:
+            loops = stack_shape(at.processed.program, node)
+            for number, output in enumerate(node.outputs):
+                changes[node, number] = jnp.zeros((*loops, *output.shape), output.dtype)
+    return changes
+
+
 def _layer_data(
     at: LossMap,
     numbers: Sequence[int],
     nodes: Sequence[Node],
-    values: dict[Node, Sequence[Array]],
-    cotangents: dict[Any, Array],
+    values: Collected,
+    cotangents: Collected,
     params: Sequence[Array],
 ) -> LayerData:
     sites = []

@@ -1,6 +1,6 @@
 """A function, traced once for each shape of its arguments: a map to what its losses depend on."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from curvax.tags import LayerTag
 from curvax.tracing._operands import LossOperands
 from curvax.tracing._processed_jaxpr import ProcessedJaxpr
 
-__all__ = ["LossMap", "TracedFunction"]
+__all__ = ["AtLosses", "LossMap", "TracedFunction"]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class TracedFunction:
 
 @dataclass(frozen=True)
 class LossMap:
-    """What the losses depend on, as a function of the parameters and of changes at layers."""
+    """What the losses depend on, as a function of the parameters."""
 
     processed: ProcessedJaxpr
     leaves: Sequence[Array]
@@ -74,21 +74,18 @@ class LossMap:
         return list(self.leaves[inside.start : inside.stop])
 
     def __call__(
-        self, params: Sequence[Array], changes: Mapping[Any, Array] | None = None
-    ) -> tuple[list[tuple[Array, ...]], tuple[list[tuple[Array, ...]], list[Any]]]:
-        """For each loss, what depends on parameters; and the rest, and the operands of layers.
+        self, params: Sequence[Array], hooks: "AtLosses | None" = None, given: Given | None = None
+    ) -> tuple[list[tuple[Array, ...]], tuple[list[tuple[Array, ...]], Collected]]:
+        """For each loss, what depends on parameters; and the rest, and what else was collected.
 
-        `changes` are added to the outputs of layers, by node and number of output.
+        Hooks say what is done at layers, with what they are given for it.
         """
         inside = self.processed.params_range
         inputs = [*self.leaves[: inside.start], *params, *self.leaves[inside.stop :]]
-        hooks = _AtTags(changes is not None)
-        _, collected = run(self.processed.program, inputs, hooks, changes or {})
-        losses = [self._operands(node, collected[node]) for node in self.processed.losses]
-        nodes = [node for layer in self.processed.layers for node in layer.tagged]
-        layers = [] if changes is None else [collected[node] for node in nodes]
+        _, collected = run(self.processed.program, inputs, hooks or AtLosses(), given)
+        losses = [self._operands(node, collected.pop(node)) for node in self.processed.losses]
         others = [loss.others for loss in losses]
-        return [loss.dependants for loss in losses], (others, layers)
+        return [loss.dependants for loss in losses], (others, collected)
 
     def losses(
         self, dependants: Sequence[Sequence[Array]], others: Sequence[Sequence[Array]]
@@ -100,39 +97,43 @@ class LossMap:
             made.append(tag.loss(*mine, *rest, args_names=names))
         return tuple(made)
 
-    def no_changes(self) -> dict[Any, Array]:
-        """Zeros to be added to the outputs of all layers."""
-        changes: dict[Any, Array] = {}
-        for layer in self.processed.layers:
-            for node in layer.tagged:
-                loops = stack_shape(self.processed.program, node) or ()
-                for number, output in enumerate(node.outputs):
-                    changes[node, number] = jnp.zeros((*loops, *output.shape), output.dtype)
-        return changes
-
     def _operands(self, node: Node, operands: Sequence[Array]) -> LossOperands:
-        loops = stack_shape(self.processed.program, node) or ()
-        return LossOperands(node, operands, len(loops))
+        return LossOperands(node, operands, len(stack_shape(self.processed.program, node)))
 
 
-@dataclass(frozen=True)
-class _AtTags:
-    """Hooks that collect the operands of losses and, if wanted, of layers, which they change."""
-
-    layers: bool
+class AtLosses:
+    """Hooks that collect the operands of losses. Those that do something at layers extend them."""
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        if self.layers and isinstance(node.equation.primitive, LayerTag):
-            return [(node, number) for number in range(len(node.outputs))]
-        return () if is_loss(node) else None
+        """The keys of what is given for a node; None if there is nothing to do at it."""
+        return () if is_loss(node) else self.keys_at_layer(node) if is_layer(node) else None
+
+    def is_split(self, key: Any, loop: Node) -> bool:
+        """Whether what is given under a key has a part for each step of a loop."""
+        del key, loop
+        return True
 
     def visit(
         self, node: Node, inputs: Sequence[Any], values: Values, given: Given
     ) -> tuple[list[Any], Collected]:
+        """The outputs of a node, and what is collected there."""
         del values
         operands = [jnp.asarray(x) for x in inputs]
         if is_loss(node):
             return _compat.run_equation(node.equation, inputs), {node: operands}
-        outputs = operands[: len(node.outputs)]
-        changed = [y + given[node, number] for number, y in enumerate(outputs)]
-        return changed, {node: operands}
+        return self.visit_layer(node, operands, given)
+
+    def keys_at_layer(self, node: Node) -> Collection[Any] | None:
+        """As `keys_at`, for a layer."""
+        del node
+
+    def visit_layer(
+        self, node: Node, operands: list[Array], given: Given
+    ) -> tuple[list[Any], Collected]:
+        """As `visit`, for a layer."""
+        raise NotImplementedError
+
+
+def is_layer(node: Node) -> bool:
+    """Whether a node is the tag of a layer."""
+    return isinstance(node.equation.primitive, LayerTag)

@@ -1,0 +1,195 @@
+"""`layer_statistics`: sums over a layer's inputs and cotangents, made by the backward pass itself.
+
+`layer_tags_vjp` returns the inputs and the cotangents of each layer, of all steps of a loop at
+once. What an estimate of curvature needs of them is mostly much smaller: sums of outer products.
+Here these are computed on the way, by a `probe` at each tag. Nothing is stacked, and what the user
+checkpoints stays checkpointed.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax import _compat
+from curvax._types import Array, Fun, PyTree
+from curvax.graph import Collected, Given, Layer, Node, loops_around
+from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
+from curvax.tracing._probe import probe
+from curvax.tracing._processed_jaxpr import ProcessedJaxpr
+from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
+
+__all__ = ["LayerRule", "Statistic", "layer_statistics"]
+
+Statistic = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
+"""From the inputs of a layer at one place, and the cotangents of its outputs, to arrays."""
+
+LayerRule = Callable[[Layer, Node], Mapping[str, Statistic]]
+"""The statistics of a layer at the tag of one of its places, by name."""
+
+PullBack = Callable[[LossTangents], tuple[list[dict[str, PyTree]], PyTree]]
+
+
+def layer_statistics(
+    func: Fun,
+    rule: LayerRule,
+    params_index: int = 0,
+    auto_register_tags: bool = True,
+    raise_error_on_diff_jaxpr: bool = True,
+    **auto_registration_kwargs: Any,
+) -> Callable[[Sequence[PyTree]], tuple[Losses, PullBack]]:
+    """A function for statistics of all layers of `func`, and its gradient.
+
+    Equal to what `rule` makes of the inputs and cotangents that `layer_tags_vjp` returns, summed
+    over the places where a layer is applied and over the steps of loops, except that these are
+    never held. For stacked layers that a `scan` goes through there is one statistic for each of
+    them, along axes in front.
+
+    Arguments:
+        func: a function that registers at least one loss.
+        rule: says which statistics a layer has at one of its places, by name. What has the same
+            name at several places is summed. Statistics that nobody reads are not computed, if
+            this is compiled.
+        params_index: which of its arguments are the parameters.
+        auto_register_tags: as in `layer_tags_vjp`.
+        raise_error_on_diff_jaxpr: as in `layer_tags_vjp`.
+        auto_registration_kwargs: as in `curvax.auto_register_tags`.
+
+    Returns:
+        A function of the arguments of `func`, as one sequence. It returns `(losses, pull_back)`,
+        where `pull_back` is a function of cotangents as that of `loss_tags_vjp`. It returns a list
+        with the statistics of each layer, by name, in the order of `layer_tags_vjp`, and the
+        cotangents of the parameters. It can be called several times: all calls share one forward
+        pass.
+
+    Raises:
+        RegistrationError: as `auto_register_tags`.
+        ValueError: if statistics of the same name differ in shape from place to place, or are not
+            of a real type.
+    """
+    where = "curvax.tracing.layer_statistics"
+
+    def trace(func_args: Sequence[PyTree]) -> ProcessedJaxpr:
+        return ProcessedJaxpr.make_from_func(
+            func, func_args, params_index, auto_register_tags, **auto_registration_kwargs
+        )
+
+    traced = TracedFunction(trace, where, raise_error_on_diff_jaxpr)
+
+    def pull_back_at(func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
+        at = traced.at(func_args)
+        probes = _Probes(at, rule, where)
+
+        def probed(params: Sequence[Array], zeros: Sequence[Sequence[Array]]) -> Any:
+            dependants, (others, _) = at(params, probes, dict(zip(probes.keys, zeros, strict=True)))
+            return dependants, others
+
+        dependants, transposed, others = jax.vjp(probed, at.params, probes.zeros(), has_aux=True)
+
+        def pull_back(tangents: LossTangents) -> tuple[list[dict[str, PyTree]], PyTree]:
+            params, found = transposed(like_dependants(tangents, dependants, where))
+            gradient = jax.tree.unflatten(at.processed.params_tree, params)
+            return probes.by_layer(found), gradient
+
+        return at.losses(dependants, others), pull_back
+
+    return pull_back_at
+
+
+@dataclass
+class _Total:
+    """A sum over all places that have a statistic of one name: its type, and what it has axes for.
+
+    `loops` are those that take one slice of the layer's parameters in each step, at any of the
+    places, and `lengths` their lengths.
+    """
+
+    shapes: Sequence[jax.ShapeDtypeStruct]
+    tree: Any
+    lengths: tuple[int, ...]
+    loops: set[Node]
+
+    def zeros(self) -> list[Array]:
+        return [jnp.zeros((*self.lengths, *x.shape), x.dtype) for x in self.shapes]
+
+
+class _Probes(AtLosses):
+    """Hooks that put a probe at each tag of a layer. Keys are the number of a layer and a name."""
+
+    def __init__(self, at: LossMap, rule: LayerRule, where: str) -> None:
+        self._layers = at.processed.layers
+        self._where = where
+        self._totals: dict[tuple[int, str], _Total] = {}
+        self._at: dict[Node, dict[tuple[int, str], Statistic]] = {}
+        for number, layer in enumerate(self._layers):
+            for node, stacked in zip(layer.tagged, layer.stacked, strict=True):
+                loops = loops_around(at.processed.program, node) or ()
+                own = [loop for loop, is_own in zip(loops, stacked, strict=True) if is_own]
+                statistics = {(number, name): f for name, f in rule(layer, node).items()}
+                self._at[node] = statistics
+                for key, statistic in statistics.items():
+                    self._add(key, self._total(key, statistic, node, own))
+
+    @property
+    def keys(self) -> list[tuple[int, str]]:
+        return list(self._totals)
+
+    def zeros(self) -> list[list[Array]]:
+        return [total.zeros() for total in self._totals.values()]
+
+    def by_layer(self, found: Sequence[Sequence[Array]]) -> list[dict[str, PyTree]]:
+        layers: list[dict[str, PyTree]] = [{} for _ in self._layers]
+        for (key, total), leaves in zip(self._totals.items(), found, strict=True):
+            number, name = key
+            layers[number][name] = jax.tree.unflatten(total.tree, leaves)
+        return layers
+
+    def keys_at_layer(self, node: Node) -> Collection[Any] | None:
+        return self._at.get(node)
+
+    def is_split(self, key: Any, loop: Node) -> bool:
+        return loop in self._totals[key].loops
+
+    def visit_layer(
+        self, node: Node, operands: list[Array], given: Given
+    ) -> tuple[list[Any], Collected]:
+        num_outputs, statistics = len(node.outputs), self._at[node]
+        num_inputs = node.equation.primitive.num_inputs
+        zeros: list[Any] = [given[key] for key in statistics]
+
+        def rule(inputs: Sequence[Array], cotangents: Sequence[Array]) -> list[Array]:
+            found = [f(tuple(inputs), tuple(cotangents)) for f in statistics.values()]
+            return jax.tree.leaves(found)
+
+        outputs, inputs = operands[:num_outputs], operands[num_outputs:][:num_inputs]
+        return probe(outputs, inputs, jax.tree.leaves(zeros), rule), {}
+
+    def _total(
+        self, key: tuple[int, str], statistic: Statistic, node: Node, loops: Sequence[Node]
+    ) -> _Total:
+        num_inputs = node.equation.primitive.num_inputs
+        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.equation.invars]
+        cut = len(node.outputs)
+        inputs, outputs = tuple(shapes[cut : cut + num_inputs]), tuple(shapes[:cut])
+        leaves, tree = jax.tree.flatten(jax.eval_shape(statistic, inputs, outputs))
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+            raise ValueError(
+                f"{self._where}: the statistic {key[1]!r} of {node.name} is of the types "
+                f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
+            )
+        lengths = tuple(_compat.ScanForm.of(loop.equation).length for loop in loops)
+        return _Total(leaves, tree, lengths, set(loops))
+
+    def _add(self, key: tuple[int, str], total: _Total) -> None:
+        before = self._totals.setdefault(key, total)
+        kind = lambda t: (t.tree, t.lengths, [(x.shape, x.dtype) for x in t.shapes])
+        if kind(before) != kind(total):
+            number, name = key
+            raise ValueError(
+                f"{self._where}: the statistic {name!r} of the layer with the parameters "
+                f"{self._layers[number].params} is of the shapes {kind(before)[1:]} at one place "
+                f"and {kind(total)[1:]} at another. Give them different names."
+            )
+        before.loops |= total.loops
