@@ -33,29 +33,37 @@ def embedding(node, x, table):
 
 
 COMPUTED = {
-    "dense_tag": (dense, 2),
-    "conv2d_tag": (convolution, 2),
-    "conv_tag": (convolution, 2),
-    "scale_and_shift_tag": (scale_and_shift, 1),
-    "embedding_tag": (embedding, 2),
+    "dense_tag": dense,
+    "conv2d_tag": convolution,
+    "conv_tag": convolution,
+    "scale_and_shift_tag": scale_and_shift,
+    "embedding_tag": embedding,
 }
 
 
-def recompute(node, x, num_loops, params):
+def part(param, cuts):
+    """The part of a parameter that is used at a place."""
+    for axis, start, stop in cuts:
+        param = lax.slice_in_dim(param, start, stop, axis=axis)
+    return param
+
+
+def recompute(node, x, stacked, params, cuts=None):
     """The output of a tagged layer, from its input and the parameters as the function has them.
 
-    Inside of loops the input has an axis for each in front. A parameter either has it too, or is
-    the same in all steps.
+    Inside of loops the input has an axis for each in front. `stacked` says for each of them whether
+    the parameters have it too, or are the same in all steps.
     """
+    if cuts is not None:
+        params = [part(p, own) for p, own in zip(params, cuts, strict=True)]
     layouts = node.params.get("layouts")
     if layouts is not None:
         params = [layout.apply(p) for layout, p in zip(layouts, params, strict=True)]
-    compute, num_axes = COMPUTED[node.name]
-    compute = functools.partial(compute, node)
-    if "conv" in node.name:
-        num_axes = len(node.params["dimension_numbers"].rhs_spec)
-    own = params[0].ndim - (num_axes == 2 and params[0].ndim == 3 and not num_loops)
-    for _ in range(num_loops):
-        compute = jax.vmap(compute, (0, *(0 if own > num_axes else None for _ in params)))
+    if any(stacked):
+        lengths = [size for size, has in zip(x.shape, stacked, strict=False) if has]
+        params = [p.reshape(*lengths, *p.shape[1:]) for p in params]
+    compute = functools.partial(COMPUTED[node.name], node)
+    for has in reversed(stacked):
+        compute = jax.vmap(compute, (0, *(0 if has else None for _ in params)))
     x = x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return compute(x, *params)

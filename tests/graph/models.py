@@ -263,7 +263,7 @@ SPELLINGS = [
         lambda p, x: jax.nn.one_hot(x, 9, dtype=jnp.float64) @ p["e"],
         {"e": normal(1, 9, 3)},
         jnp.array([1, 2, 5]),
-        {"e": "dense_tag"},
+        {"e": "embedding_tag"},
     ),
     Spelling(
         "scale and shift",
@@ -402,6 +402,76 @@ def custom(w: Any, x: Any) -> Any:
 custom.defjvp(lambda primals, tangents: (custom(*primals), primals[1] @ tangents[0]))
 
 
+def split(p: Any, x: Any) -> Any:
+    (a, b), (s, t) = jnp.split(p["w"], 2, axis=1), jnp.split(p["b"], 2)
+    return biased(x @ a, s) * jnp.tanh(biased(jnp.sin(x) @ b, t))
+
+
+def looped(p: Any, x: Any) -> Any:
+    for k in range(3):
+        x = jnp.tanh(biased(x @ p["w"][k], p["b"][k]))
+    return x
+
+
+STACK = {"w": normal(1, 3, 3, 3), "b": normal(2, 3, 3)}
+
+
+def partly_scanned(p: Any, x: Any) -> Any:
+    x = jnp.tanh(x @ p["w"][0])
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"][1:])[0]
+
+
+SPELLINGS += [
+    Spelling("split", split, {"w": W, "b": B}, X, DENSE),
+    Spelling(
+        "cut into unequal parts",
+        lambda p, x: (x @ p["w"][:, :1]) * (x @ p["w"][:, 1:]),
+        {"w": W},
+        X,
+        {"w": "dense_tag"},
+    ),
+    Spelling(
+        "split as one of its axes",
+        lambda p, x: x @ p["w"].reshape(3, 2, 2)[:, 0] + jnp.sin(x) @ p["w"].reshape(3, 2, 2)[:, 1],
+        {"w": W},
+        X,
+        {"w": "dense_tag"},
+    ),
+    Spelling("a stack, slice by slice", looped, STACK, X, DENSE),
+    Spelling("a stack, scanned in part", partly_scanned, {"w": STACK["w"]}, X, {"w": "dense_tag"}),
+    Spelling(
+        "positions, cut to length",
+        lambda p, x: x + jnp.broadcast_to(p["t"][:7], x.shape),
+        {"t": normal(1, 9, 3)},
+        SEQUENCE,
+        {"t": "scale_and_shift_tag"},
+    ),
+    Spelling(
+        "a token of its own",
+        lambda p, x: jnp.concatenate([row(p["t"], x[:, :1]), x, row(p["s"], x[:, :1])], axis=1),
+        {"t": normal(1, 3), "s": normal(2, 3)},
+        SEQUENCE,
+        {"t": "scale_and_shift_tag", "s": "scale_and_shift_tag"},
+        2,
+    ),
+    Spelling("times a constant", lambda p, x: x @ (0.5 * p["w"]), {"w": W}, X, {"w": "dense_tag"}),
+    Spelling(
+        "divided by a constant, transposed, biased",
+        lambda p, x: biased(x @ (p["w"] / jnp.sqrt(jnp.asarray(3.0, x.dtype))).T, p["b"]),
+        {"w": W.T, "b": B},
+        X,
+        DENSE,
+    ),
+    Spelling(
+        "a scale, scaled",
+        lambda p, x: x * row(2 * p["s"], x),
+        {"s": normal(1, 3)},
+        X,
+        {"s": "scale_and_shift_tag"},
+    ),
+]
+
+
 class Generic(NamedTuple):
     name: str
     f: Callable[[Any, Any], Any]
@@ -411,6 +481,41 @@ class Generic(NamedTuple):
 
 
 GENERIC = [
+    Generic(
+        "parts that overlap",
+        lambda p, x: (x @ p["w"][:, :3]) * (x @ p["w"][:, 1:]),
+        {"w": W},
+        X,
+        "used in ways that do not go together",
+    ),
+    Generic(
+        "every other column",
+        lambda p, x: x @ p["w"][:, ::2],
+        {"w": W},
+        X,
+        "parts of it are cut out that are not in one piece",
+    ),
+    Generic(
+        "a shift, scaled",
+        lambda p, x: x + row(0.1 * p["t"], x),
+        {"t": normal(1, 3)},
+        X,
+        "multiplied with a constant before it is added",
+    ),
+    Generic(
+        "a table, scaled",
+        lambda p, x: (0.1 * p["t"])[x[:, 0].astype(jnp.int32) % 7],
+        {"t": normal(1, 7, 3)},
+        X,
+        "multiplied with a constant before it is indexed",
+    ),
+    Generic(
+        "scaled and put together",
+        lambda p, x: x @ jnp.concatenate([2 * p["a"], p["a"]], axis=1),
+        {"a": W},
+        X,
+        "is multiplied with a constant before it is put together",
+    ),
     Generic(
         "low rank, multiplied first",
         lambda p, x: x @ (p["a"] @ p["b"]),

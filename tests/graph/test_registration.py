@@ -14,7 +14,7 @@ from curvax import (
     auto_register_tags,
     explain_registration,
 )
-from graph.models import B, W, X, biased
+from graph.models import B, W, X, biased, normal
 from helpers import assert_same
 
 PARAMS = {"b": B, "w": W}
@@ -275,3 +275,52 @@ class TestErrors:
     def test_no_such_argument(self, index):
         with pytest.raises(ValueError, match=f"params_index={index} is out of range"):
             auto_register_tags(dense, (PARAMS, X), index)
+
+
+WRAPPED = {
+    "bare": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "twice": lambda f: jax.checkpoint(jax.checkpoint(f)),
+}
+
+
+class TestWhatNoLossDependsOn:
+    """It is not looked at, also inside of what the losses depend on."""
+
+    @staticmethod
+    def loss(w, x):
+        y = jnp.tanh(x @ w)
+        unused = jnp.cos(x) @ w
+        curvax.register_squared_error_loss(y)
+        return jnp.sum(y**2) + jnp.sum(w**2), unused
+
+    @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+    def test_wrapped(self, wrap):
+        report = curvax.explain_registration(wrap(self.loss), (W, X))
+        assert [(row.tag, row.sites) for row in report.rows] == [("dense_tag", 1)]
+
+    def test_in_a_loop(self):
+        """A carry that only another output needs; one that is needed by way of another."""
+
+        def f(p, x):
+            def step(carry, _):
+                a, b, c, key = carry
+                key, own = jax.random.split(key)
+                noise = jax.random.normal(own, a.shape)
+                a, b, c = jnp.tanh(b @ p["w"]), a + noise, c + jnp.sum(p["w"] ** 2)
+                return (a, b, c, key), jnp.sin(p["v"])
+
+            carry = x, x, jnp.zeros(()), jax.random.key(0)
+            (a, _, c, _), ys = jax.lax.scan(step, carry, None, length=3)
+            curvax.register_squared_error_loss(a @ p["v"])
+            return c + jnp.sum(ys)
+
+        p = {"w": normal(0, 3, 3), "v": normal(1, 3, 2)}
+        report = curvax.explain_registration(f, (p, X))
+        assert [(row.tag, row.sites) for row in report.rows] == [("dense_tag", 1)] * 2
+        tagged = curvax.auto_register_tags(f, (p, X))
+        ((y,),) = tagged(p, X)
+        assert y.shape == (5, 2)
+        whole = curvax.auto_register_tags(f, (p, X), compute_only_loss_tags=False)
+        assert_same(whole(p, X), f(p, X), 1e-12, 1e-12)

@@ -9,48 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import curvax
-from curvax import ProcessedJaxpr, layer_tags_vjp, microbatch
+from curvax import microbatch
 from curvax.tracing import layer_statistics
-from graph.models import SPELLINGS, B, W, X, biased, normal
+from graph.models import B, W, X, biased, normal
 from helpers import assert_same, temporaries
-
-
-def rows(x):
-    x = jax.nn.one_hot(x, 11, dtype=jnp.float64) if jnp.issubdtype(x.dtype, jnp.integer) else x
-    return x.reshape(x.shape[0] if x.ndim else 1, -1).astype(jnp.float64)
-
-
-def moment(x):
-    return rows(x).T @ rows(x)
-
-
-def moments(layer, node):
-    """Second moments of inputs and cotangents, and products of both; of each kind of place."""
-    kind = f"{node.name}, {[x.aval.shape for x in node.equation.invars]}: "
-    outputs = {kind + "outputs": lambda _, g: {"moment": moment(g[0])}}
-    if node.equation.primitive.num_inputs == 0:
-        return outputs
-    inputs = {kind + "inputs": lambda x, _: moment(x[0])}
-    return inputs | outputs | {kind + "both": lambda x, g: rows(x[0]).sum() * rows(g[0])[0]}
-
-
-def from_layer_data(processed, layers):
-    """The same, by the book: from all inputs and cotangents, summed over loops that share."""
-    found = []
-    for layer, data in zip(processed.layers, layers, strict=True):
-        totals = {}
-        places = zip(layer.tagged, layer.stacked, data["sites"], strict=True)
-        for node, stacked, site in places:
-            for name, statistic in moments(layer, node).items():
-                for _ in stacked:
-                    statistic = jax.vmap(statistic)
-                value = statistic(site["inputs"], site["outputs_tangents"])
-                shared = tuple(k for k, is_own in enumerate(stacked) if not is_own)
-                value = jax.tree.map(lambda x: jnp.sum(x, shared), value)  # noqa: B023
-                before = totals.get(name)
-                totals[name] = value if before is None else jax.tree.map(jnp.add, before, value)
-        found.append(totals)
-    return found
+from tracing.book import at_layers
 
 
 def with_loss(f):
@@ -61,33 +24,6 @@ def with_loss(f):
     return loss
 
 
-def both(f, *args):
-    """Statistics and gradients, ours and by the book, in one program."""
-    processed = ProcessedJaxpr.make_from_func(f, args)
-
-    def compute(*args):
-        losses, pull_back = layer_statistics(f, moments)(args)
-        cotangents = [jax.tree.map(lambda y: jnp.cos(3 * y), losses[0].parameter_dependants)]
-        _, vjp = layer_tags_vjp(f)(args)
-        naive = vjp(cotangents)
-        tangents = dict(zip(processed.layer_indices, naive, strict=True))
-        gradient = {params: data["params_tangents"] for params, data in tangents.items()}
-        statistics, ours = pull_back(cotangents)
-        leaves = jax.tree.leaves(ours)
-        ours = {params: tuple(leaves[n] for n in params) for params in gradient}
-        return (statistics, ours), (from_layer_data(processed, naive), gradient)
-
-    return jax.jit(compute)(*args)
-
-
-@pytest.mark.parametrize("case", SPELLINGS, ids=lambda case: case.name)
-def test_sums_of_what_layer_tags_vjp_returns(case):
-    ours, naive = both(with_loss(case.f), case.params, case.x)
-    assert any(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(ours[0]))
-    accuracy = 1e-5 if "cast" in case.name else 1e-9
-    assert_same(ours, naive, accuracy, accuracy)
-
-
 def deep(p, x):
     return jnp.tanh(biased(x @ p["w"], p["b"])) @ p["v"]
 
@@ -96,7 +32,7 @@ P = {"w": W, "b": B, "v": normal(9, 4, 2)}
 FACTORS = {"inputs": lambda x, _: x[0].T @ x[0], "outputs": lambda _, g: g[0].T @ g[0]}
 
 
-def factors(layer, node):
+def factors(layer, place):
     return FACTORS
 
 
@@ -214,12 +150,12 @@ def test_layers_that_a_loss_does_not_see():
 class TestErrors:
     def test_statistics_that_differ_from_place_to_place(self):
         f = with_loss(lambda p, x: (x @ p["w"])[:2] + x[:2] @ p["w"])
-        sizes = lambda layer, node: {"inputs": lambda x, _: x[0]}
+        sizes = lambda layer, place: {"inputs": lambda x, _: x[0]}
         with pytest.raises(ValueError, match=r"'inputs' of the layer .* Give them different names"):
             statistics_of(f, sizes)({"w": W}, X)
 
     def test_statistics_that_are_not_real(self):
-        counts = lambda layer, node: {"count": lambda x, _: jnp.ones((), jnp.int32)}
+        counts = lambda layer, place: {"count": lambda x, _: jnp.ones((), jnp.int32)}
         with pytest.raises(ValueError, match=r"'count' of dense_tag is of the types \['int32'\]"):
             statistics_of(with_loss(deep), counts)(P, X)
 
@@ -276,14 +212,14 @@ class TestLstm:
     def test_memory(self, checkpoint):
         x = normal(4, 500, 8, 8)
         loss = functools.partial(self.loss, checkpoint=checkpoint)
-        rule = lambda layer, node: {} if node.name == "scale_and_shift_tag" else FACTORS
+        rule = lambda layer, place: {} if place.node.name == "scale_and_shift_tag" else FACTORS
         # At least the gradient.
         gradient = temporaries(jax.grad(loss), LSTM, x)
         assert temporaries(statistics_of(loss, rule), LSTM, x) <= 1.1 * gradient
 
     def test_values(self):
         x = normal(4, 5, 3, 8)
-        ours, naive = both(self.loss, LSTM, x)
+        ours, naive = at_layers(self.loss, LSTM, x)
         assert_same(ours, naive, 1e-9, 1e-9)
 
 
@@ -311,7 +247,7 @@ class TestStacks:
             inner = lambda h: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["w"])[0]
             return lax.scan(lambda h, _: (inner(h), None), x, None, length=2)[0]
 
-        ours, naive = both(with_loss(f), stack, X)
+        ours, naive = at_layers(with_loss(f), stack, X)
         assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(ours[0]))
         assert_same(ours, naive, 1e-9, 1e-9)
 
@@ -324,5 +260,5 @@ class TestStacks:
         f = lambda w, x: lax.scan(lambda h, w: (jnp.tanh(conv(h, w)), None), x, w)[0]
         report = curvax.explain_registration(with_loss(f), (kernels, images))
         assert report.rows[0].tag == "conv2d_tag"
-        ours, naive = both(with_loss(f), kernels, images)
+        ours, naive = at_layers(with_loss(f), kernels, images)
         assert_same(ours, naive, 1e-9, 1e-9)

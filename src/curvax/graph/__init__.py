@@ -11,7 +11,7 @@ from curvax.graph._auto_register import (
     TaggedFunction as TaggedFunction,
     auto_register_tags as auto_register_tags,
 )
-from curvax.graph._layers import Layer as Layer, tagged_layers as tagged_layers
+from curvax.graph._layers import Layer as Layer, Place as Place, tagged_layers as tagged_layers
 from curvax.graph._patterns import (
     DEFAULT_GRAPH_PATTERNS as DEFAULT_GRAPH_PATTERNS,
     GraphMatcherComparator as GraphMatcherComparator,

@@ -123,6 +123,29 @@ class Axes:
             dims.append(tuple(dim))
         return None if atoms else replace(self, dims=tuple(dims))
 
+    def cut(
+        self, axis: int, start: int, stop: int
+    ) -> "tuple[Axes, tuple[int, int, int] | None] | None":
+        """What is from `start` to `stop` along an axis, and which part of which axis that was.
+
+        The latter is None if the array was only repeated there. None if it is not one piece of the
+        array as it started.
+        """
+        first, *rest = self.dims[axis]
+        minor = math.prod(atom.size for atom in rest)
+        if start % minor or stop % minor or start >= stop:
+            return None
+        start, stop = start // minor, stop // minor
+        origin, stride, size = first.origin, first.stride, stop - start
+        if origin is not None and stride * first.size != self.origin[origin]:
+            return None
+        kept = [Atom(origin, stride, size)] if size > 1 else []
+        shorter = replace(self, dims=(*self.dims[:axis], (*kept, *rest), *self.dims[axis + 1 :]))
+        if origin is None:
+            return shorter, None
+        sizes = (*self.origin[:origin], size * stride, *self.origin[origin + 1 :])
+        return replace(shorter, origin=sizes), (origin, start * stride, stop * stride)
+
     def inside_loop(self, element: bool) -> "Axes":
         """As a loop takes it: one element along the first axis, or all of it in each step."""
         if not element:

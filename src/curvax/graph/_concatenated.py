@@ -3,6 +3,7 @@
 `concatenate` of parameters is followed like a single one. Where it is contracted with an input, and
 the axis along which it was put together is one of the output's, each parameter is a dense layer of
 the same input whose output is its own part. A bias that is put together alike joins part by part.
+A parameter beside data, as a token of its own at the start of a sequence, is a shift of that part.
 """
 
 import math
@@ -10,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from curvax.graph._axes import Axes
-from curvax.graph._program import Node, Operand, Variable
+from curvax.graph._program import Constant, Node, Operand, Variable
 from curvax.graph._sites import ParamView, Site, dense_site, elementwise_site, join
 
-__all__ = ["ConcatView", "Parts", "concat_shape", "dense_parts", "shift_parts"]
+__all__ = ["ConcatView", "Parts", "concat_shape", "dense_parts", "put_beside", "shift_parts"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,24 @@ def shift_parts(
                 joined.append(one)
     apart = Parts(tuple(alone))
     return (Parts(tuple(joined)) if len(joined) == len(alone) else apart), apart
+
+
+def put_beside(node: Node, views: Sequence[ParamView | None]) -> dict[int, Site | str]:
+    """Parameters beside data: each is a shift, of nothing, in its own part of the output."""
+    axis, start = int(node.params["dimension"]), 0
+    sites: dict[int, Site | str] = {}
+    for operand, view in zip(node.inputs, views, strict=True):
+        stop = start + operand.shape[axis]
+        if view is not None:
+            nothing = Constant(np.zeros((), node.outputs[0].dtype))
+            site = elementwise_site(node, view, nothing, "shift")
+            if view.scale is not None:
+                site = "it is multiplied with a constant before it is put beside data"
+            if view.param in sites:
+                site = "it is put beside data more than once"
+            sites[view.param] = site if isinstance(site, str) else _part(site, axis, start, stop)
+        start = stop
+    return sites
 
 
 def _part(site: Site, axis: int, start: int, stop: int) -> Site:

@@ -1,12 +1,13 @@
 """Following parameters through a program to where they are used.
 
-From each parameter, steps that only re-arrange it (`REARRANGED`) are followed to the operations
-that use it, and each use is either a site of a layer (`_sites`) or has a reason why it is none. A
-bias joins the product it is added to, if nothing else reads that product.
+From each parameter, steps that only re-arrange it (`REARRANGED`), cut out a part of it or multiply
+it with a constant are followed to the operations that use it, and each use is either a site of a
+layer (`_sites`) or has a reason why it is none. A bias joins the product it is added to, if nothing
+else reads that product.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,65 +15,19 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax.graph._axes import Axes
-from curvax.graph._concatenated import ConcatView, Parts, dense_parts, shift_parts
-from curvax.graph._program import Constant, Node, Operand, Program, Variable
+from curvax.graph._concatenated import ConcatView, Parts, dense_parts, put_beside, shift_parts
+from curvax.graph._cut import cut_out
+from curvax.graph._found import Found, SiteView, Use
+from curvax.graph._frame import OPERATIONS, Frame, View
+from curvax.graph._program import Node, Operand, Program, Variable
 from curvax.graph._rearranged import REARRANGED
 from curvax.graph._sites import (
     ParamView,
     Site,
-    conv_site,
-    dense_site,
-    elementwise_site,
-    embedding_site,
-    join,
-    scaled_further,
 )
 from curvax.tags import LayerTag
 
-__all__ = ["Found", "Use", "find_uses"]
-
-
-@dataclass(frozen=True, eq=False)
-class Use:
-    """One use of a parameter by a node: a site, or the reason why it is none.
-
-    A bias is also a site of its own, `alone`, should it not be able to stay with what it joined.
-    """
-
-    node: Node
-    site: Site | None = None
-    reason: str = ""
-    alone: Site | None = None
-
-
-@dataclass(frozen=True)
-class _SiteView:
-    """The output of a site, re-arranged. `only` if nothing else reads it on the way."""
-
-    site: Site
-    axes: Axes
-    only: bool
-
-
-@dataclass
-class Found:
-    """What became of the parameters of a program: the uses of each."""
-
-    uses: dict[int, list[Use]] = field(default_factory=dict)
-    explicit: list[tuple[Node, list[ParamView | None]]] = field(default_factory=list)
-    """The layers that were tagged by hand: the node of each tag, and its parameters."""
-    covered: dict[Node, set[Node]] = field(default_factory=dict)
-    """What lies between the inputs and the outputs of each of these tags."""
-    views: dict[Operand, ParamView] = field(default_factory=dict)
-    """All operands that are parameters, at most re-arranged."""
-
-    def add(self, param: int, use: Use) -> None:
-        self.uses.setdefault(param, []).append(use)
-
-    def replace_site(self, old: Site, new: Site) -> None:
-        """Put a site in the place of another wherever that is used."""
-        for uses in self.uses.values():
-            uses[:] = [replace(use, site=new) if use.site is old else use for use in uses]
+__all__ = ["find_uses"]
 
 
 def find_uses(program: Program, params: Sequence[Variable], through_custom: bool = False) -> Found:
@@ -95,9 +50,6 @@ def _readers(program: Program) -> Counter[Operand]:
     return count
 
 
-_View = ParamView | _SiteView | ConcatView | Parts
-
-
 @dataclass
 class _Finder:
     found: Found
@@ -110,7 +62,7 @@ class _Finder:
         self, program: Program, views: dict[Variable, ParamView], data: set[Variable]
     ) -> tuple[list[ParamView | None], list[bool]]:
         """Go through a program. Returns views of its outputs, and which depend on data."""
-        frame = _Frame(self, dict(views), set(data))
+        frame = _Walk(self.found, self.readers, dict(views), set(data), finder=self)
         for node in program.nodes:
             frame.visit(node)
         outputs = [frame.view(operand) for operand in program.outputs]
@@ -122,14 +74,10 @@ class _Finder:
 
 
 @dataclass
-class _Frame:
-    finder: _Finder
-    views: dict[Variable, _View]
-    data: set[Operand]
-    made_by: dict[Operand, Node] = field(default_factory=dict)
+class _Walk(Frame):
+    """Goes through a body, node by node."""
 
-    def view(self, operand: Operand) -> _View | None:
-        return self.views.get(operand) if isinstance(operand, Variable) else None
+    finder: _Finder = field(kw_only=True)
 
     def visit(self, node: Node) -> None:
         if any(operand in self.data for operand in node.inputs):
@@ -142,13 +90,20 @@ class _Frame:
             self._enter(node, node.body, views)
         elif any(view is not None for view in views):
             self._use(node, views)
+        elif node.kind == "plain" and node.outputs and not any(v.shape for v in node.outputs):
+            self.compute(node)
 
-    def _explicit(self, node: Node, views: Sequence[_View | None]) -> None:
+    def _explicit(self, node: Node, views: Sequence[View | None]) -> None:
         tag = node.equation.primitive
         params = views[tag.num_outputs + tag.num_inputs :]
-        own = [view if isinstance(view, ParamView) else None for view in params]
-        self.finder.found.explicit.append((node, own))
-        self.finder.found.covered[node] = self._between(
+        # Where curvax tags a parameter that was scaled, it scales the input.
+        scaled = node.params.get("scaled", False)
+        own = [
+            view if isinstance(view, ParamView) and (scaled or view.scale is None) else None
+            for view in params
+        ]
+        self.found.explicit.append((node, own))
+        self.found.covered[node] = self._between(
             node.inputs[: tag.num_outputs], node.inputs[tag.num_outputs :]
         )
 
@@ -165,7 +120,7 @@ class _Frame:
             pending += node.inputs
         return nodes
 
-    def _use(self, node: Node, views: Sequence[_View | None]) -> None:
+    def _use(self, node: Node, views: Sequence[View | None]) -> None:
         if node.name in REARRANGED:
             for view, output in zip(views, node.outputs, strict=False):
                 if view is not None:
@@ -175,19 +130,49 @@ class _Frame:
             self._use_parts(node, views)
             return
         params = [view for view in views if isinstance(view, ParamView)]
+        if len(params) == 1 and self._cut_or_scaled(node, params[0], views.index(params[0])):
+            return
         if node.name == "concatenate" and len(params) == len(views) and not self.finder.reason:
-            self.views[node.outputs[0]] = ConcatView(tuple(params), node.params["dimension"])
+            self._put_together(node, params)
             return
         if not params:
             if node.name == "mul":
-                self._scale_further(node, views)
+                self.scale_further(node, views)
             return
         results = self._sites(node, views)
         for view in params:
             result = results if isinstance(results, str) else results.get(view.param)
             self._note(node, view, result)
 
-    def _use_parts(self, node: Node, views: Sequence[_View | None]) -> None:
+    def _cut_or_scaled(self, node: Node, view: ParamView, number: int) -> bool:
+        """Whether what is done to a parameter only cuts it or multiplies it with a constant."""
+        if node.name in ("slice", "split"):
+            pieces = cut_out(node, view)
+            if isinstance(pieces, str):
+                self._note(node, view, pieces)
+            else:
+                self.views.update(zip(node.outputs, pieces, strict=True))
+            return True
+        if node.name != "mul" and (node.name, number) != ("div", 0):
+            return False
+        factor = self.number(node.inputs[1 - number])
+        (output,) = node.outputs
+        if factor is None or output.shape != view.axes.shape:
+            return False
+        factor = factor if node.name == "mul" else 1 / factor
+        scale = factor if view.scale is None else view.scale * factor
+        self.views[output] = replace(view, operand=output, scale=scale)
+        return True
+
+    def _put_together(self, node: Node, params: Sequence[ParamView]) -> None:
+        if all(view.scale is None for view in params):
+            self.views[node.outputs[0]] = ConcatView(tuple(params), node.params["dimension"])
+            return
+        for view in params:
+            scaled = "one of them is multiplied with a constant before it is put together"
+            self._note(node, view, f"{scaled} with others")
+
+    def _use_parts(self, node: Node, views: Sequence[View | None]) -> None:
         """A use of parameters that were put together."""
         (view, *others) = [view for view in views if isinstance(view, ConcatView)]
         number = views.index(view)
@@ -198,12 +183,12 @@ class _Frame:
             result = dense_parts(node, view, number)
         elif node.name in ("add", "add_any"):
             before = self.view(node.inputs[1 - number])
-            only = self.finder.readers[node.inputs[1 - number]] == 1
+            only = self.readers[node.inputs[1 - number]] == 1
             parts = before if isinstance(before, Parts) and only else None
             result = shift_parts(node, view, node.inputs[1 - number], parts)
             if parts is not None and not isinstance(result, str) and result[0] != result[1]:
                 for old, new in zip(parts.sites, result[0].sites, strict=True):
-                    self.finder.found.replace_site(old, new)
+                    self.found.replace_site(old, new)
         if isinstance(result, str):
             for param in view.params:
                 self._note(node, param, result)
@@ -211,10 +196,10 @@ class _Frame:
         sites, alone = result if isinstance(result, tuple) else (result, None)
         for k, param in enumerate(view.params):
             use = Use(node, sites.sites[k], alone=None if alone is None else alone.sites[k])
-            self.finder.found.add(param.param, use)
+            self.found.add(param.param, use)
         self.views[node.outputs[0]] = sites
 
-    def _rearrange(self, node: Node, view: _View, output: Variable) -> None:
+    def _rearrange(self, node: Node, view: View, output: Variable) -> None:
         real = output.dtype is not None and jnp.issubdtype(output.dtype, jnp.floating)
         move = REARRANGED[node.name]
         if isinstance(view, Parts):
@@ -233,28 +218,31 @@ class _Frame:
                 reason = "its axes are mixed" if real else f"it is converted to {output.dtype}"
                 self._note(node, view, f"{reason} before it is used")
             else:
-                self.views[output] = ParamView(view.param, moved, output)
+                self.views[output] = replace(view, axes=moved, operand=output)
         elif moved is not None and real:
-            only = view.only and self.finder.readers[output] == 1
+            only = view.only and self.readers[output] == 1
             self.views[output] = replace(view, axes=moved, only=only)
 
-    def _sites(self, node: Node, views: Sequence[_View | None]) -> Any:
+    def _sites(self, node: Node, views: Sequence[View | None]) -> Any:
         """For each parameter a site or a reason, or one reason for all."""
         params = [view for view in views if isinstance(view, ParamView)]
         if self.finder.reason:
             return self.finder.reason
+        if node.name == "concatenate" and len(params) < len(views):
+            own = [view if isinstance(view, ParamView) else None for view in views]
+            return put_beside(node, own)
         if len(params) > 1:
             return f"it meets another parameter in `{node.name}` before it meets data"
         (view,) = params
         number = views.index(view)
-        make = _MADE.get(node.name)
+        make = OPERATIONS.get(node.name)
         if make is None:
             inside = "inside of" if node.kind == "opaque" else "by"
             return f"it is used {inside} `{node.name}`, of which no layer is known"
         return {view.param: make(self, node, view, number)}
 
     def _note(self, node: Node, view: ParamView, result: Any) -> None:
-        found = self.finder.found
+        found = self.found
         if isinstance(result, Use):
             found.add(view.param, result)
             site = result.site
@@ -265,69 +253,10 @@ class _Frame:
             found.add(view.param, Use(node, reason=result))
             site = None
         if site is not None:
-            only = self.finder.readers[site.output] == 1
-            self.views[site.output] = _SiteView(site, site.axes, only)
+            only = self.readers[site.output] == 1
+            self.views[site.output] = SiteView(site, site.axes, only)
 
-    def dense(self, node: Node, view: ParamView, number: int) -> Site | str:
-        return dense_site(node, view, is_left=number == 0)
-
-    def gather(self, node: Node, view: ParamView, number: int) -> Site | str:
-        if number != 0:
-            return "it is used as an index"
-        if node.inputs[1] not in self.data and isinstance(node.inputs[1], Constant):
-            return "a fixed part of it is cut out"
-        return embedding_site(node, view)
-
-    def scale(self, node: Node, view: ParamView, number: int) -> Site | str:
-        other = node.inputs[1 - number]
-        if not self._meets_data(node, view, other):
-            return "it passes through a function before it meets data"
-        return elementwise_site(node, self._spread(node, view), other, "scale")
-
-    def _scale_further(self, node: Node, views: Sequence[_View | None]) -> None:
-        for number, view in enumerate(views):
-            if isinstance(view, _SiteView) and view.only and _is_scale(view.site):
-                further = scaled_further(view.site, node, view.axes, node.inputs[1 - number])
-                if further is not None:
-                    self.finder.found.replace_site(view.site, further)
-                    only = self.finder.readers[further.output] == 1
-                    self.views[further.output] = _SiteView(further, further.axes, only)
-                return
-
-    def conv(self, node: Node, view: ParamView, number: int) -> Site | str:
-        return conv_site(node, view) if number == 1 else "it is convolved with a kernel"
-
-    def shift(self, node: Node, view: ParamView, number: int) -> Use | str:
-        other = node.inputs[1 - number]
-        if not self._meets_data(node, view, other):
-            return "it passes through a function before it meets data"
-        spread = self._spread(node, view)
-        alone = elementwise_site(node, spread, other, "shift")
-        if isinstance(alone, str):
-            return alone
-        before = self.view(other)
-        if isinstance(before, _SiteView) and before.only and _takes_bias(before.site):
-            axes = before.axes
-            if axes.shape == node.outputs[0].shape:
-                joined = join(before.site, node, axes, spread)
-                if joined is not None:
-                    self.finder.found.replace_site(before.site, joined)
-                    return Use(node, joined, alone=alone)
-        return Use(node, alone)
-
-    def _meets_data(self, node: Node, view: ParamView, other: Operand) -> bool:
-        return other in self.data or view.axes.shape != node.outputs[0].shape
-
-    def _spread(self, node: Node, view: ParamView) -> ParamView:
-        """The parameter broadcast to the result: an axis of size one stands for a longer one."""
-        shape = node.outputs[0].shape
-        if view.axes.shape == shape:
-            return view
-        # A number has no axes to begin with; anything else has as many as the result.
-        axes = range(len(shape)) if view.axes.dims else ()
-        return replace(view, axes=view.axes.broadcast(shape, axes))
-
-    def _enter(self, node: Node, body: Program, views: Sequence[_View | None]) -> None:
+    def _enter(self, node: Node, body: Program, views: Sequence[View | None]) -> None:
         own = [view if isinstance(view, ParamView) else None for view in views]
         reason = self.finder.reason
         if node.kind == "custom" and not self.finder.through_custom and not reason:
@@ -368,7 +297,7 @@ class _Frame:
                     continue
                 unchanged[position] = view
             axes = view.axes.inside_loop(element=number >= carried.stop)
-            inside[variable] = ParamView(view.param, axes, variable)
+            inside[variable] = replace(view, axes=axes, operand=variable)
         # What a loop carries depends on data if anything does that it is computed from.
         if any(operand in self.data for operand in node.inputs):
             data.update(body.inputs[number] for number in carried)
@@ -387,25 +316,3 @@ class _Frame:
                 self.views[variable] = replace(view, operand=variable)
             if is_data:
                 self.data.add(variable)
-
-
-def _is_scale(site: Site) -> bool:
-    constants = dict(site.constants)
-    return constants.get("has_scale", False) and not constants["has_shift"]
-
-
-def _takes_bias(site: Site) -> bool:
-    if "has_shift" in dict(site.constants):
-        return _is_scale(site)
-    return len(site.params) == 1 and site.tag.name != "embedding_tag"
-
-
-_MADE: dict[str, Callable[[_Frame, Node, ParamView, int], Any]] = {
-    "dot_general": _Frame.dense,
-    "mul": _Frame.scale,
-    "add": _Frame.shift,
-    "add_any": _Frame.shift,
-    "gather": _Frame.gather,
-    "conv_general_dilated": _Frame.conv,
-}
-"""Operations that are layers, if they meet a parameter in the right way."""

@@ -6,14 +6,16 @@ parameter with any use that is no site, or with uses that do not go together, is
 layer says why.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from curvax.graph._axes import Arrangement
-from curvax.graph._find import Found, Use, find_uses
+from curvax.graph._find import find_uses
+from curvax.graph._found import Found, Use
 from curvax.graph._patterns import Match
 from curvax.graph._program import Node, Program, Variable
-from curvax.graph._sites import Layout, Site
+from curvax.graph._sites import Cut, Site
 from curvax.tags import generic_tag
 
 __all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
@@ -21,23 +23,33 @@ __all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
 _UNUSED = "no loss depends on it"
 
 
+@dataclass(frozen=True)
+class Place:
+    """A place that is tagged.
+
+    `stacked` says which of the loops around it take one slice of the parameters each time,
+    outermost first; `cuts` which part of each parameter is used there.
+    """
+
+    node: Node
+    stacked: tuple[bool, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """Parameters that belong together, by their numbers, and where they are used.
 
-    A layer that the user tagged has the nodes of these tags in place of sites, one that was found
+    A layer whose tags are in the program has these places and no sites, one that was found
     by a pattern of the user's has matches. A generic layer has a reason for being that.
     """
 
     tag_name: str
     params: tuple[int, ...]
     sites: tuple[Site, ...] = ()
-    tagged: tuple[Node, ...] = ()
+    places: tuple[Place, ...] = ()
     matched: tuple[Match, ...] = ()
     reason: str = ""
-    stacked: tuple[tuple[bool, ...], ...] = ()
-    """For each of these tags, which of the loops around it take one slice of its parameters each
-    time, outermost first."""
     uncovered: int = 0
     """How many uses of its parameters a layer of the user's does not cover."""
 
@@ -47,9 +59,14 @@ class Layer:
         return self.reason == _UNUSED
 
     @property
+    def tagged(self) -> tuple[Node, ...]:
+        """The tags of all places."""
+        return tuple(place.node for place in self.places)
+
+    @property
     def num_sites(self) -> int:
         """At how many places it is applied."""
-        return len(self.sites) + len(self.tagged) + len(self.matched)
+        return len(self.sites) + len(self.places) + len(self.matched)
 
     @property
     def is_generic(self) -> bool:
@@ -105,7 +122,7 @@ def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) 
     names = {pattern_of(site) for site in sites}
     if names & set(skipped):
         return _generic(param, f"the pattern {', '.join(sorted(names & set(skipped)))} is skipped")
-    if len({_role(site) for site in sites}) > 1:
+    if not _go_together(sites):
         kinds = ", ".join(sorted({site.tag.name for site in sites}))
         return _generic(param, f"it is used in ways that do not go together ({kinds})")
     numbers = tuple(view.param for view in sites[0].params)
@@ -122,6 +139,30 @@ def _is_bias(param: int, site: Site) -> bool:
     return site.params[0].param != param
 
 
+def _go_together(sites: Sequence[Site]) -> bool:
+    """Whether sites can be those of one layer.
+
+    Each part of a parameter is one that has nothing in common with any other, and is used in the
+    same way, with the same part of the bias, wherever it is used.
+    """
+    parts = [tuple(view.cuts for view in site.params) for site in sites]
+    roles = {(part, _role(site)) for part, site in zip(parts, sites, strict=True)}
+    by_param = [list(dict.fromkeys(cuts)) for cuts in zip(*parts, strict=True)]
+    alike = len({len(set(cuts)) for cuts in (parts, roles, *by_param)}) == 1
+    kinds = {site.tag.name for site in sites} - {"embedding_tag"}
+    pairs = [pair for cuts in by_param for pair in itertools.combinations(cuts, 2)]
+    return alike and len(kinds) <= 1 and not any(itertools.starmap(_overlap, pairs))
+
+
+def _overlap(one: Sequence[Cut], other: Sequence[Cut]) -> bool:
+    """Whether two parts of a parameter have elements in common."""
+    bounds = {axis: (start, stop) for axis, start, stop in other}
+    return not any(
+        axis in bounds and (stop <= bounds[axis][0] or bounds[axis][1] <= start)
+        for axis, start, stop in one
+    )
+
+
 def _role(site: Site) -> tuple[Arrangement, ...]:
     """What must be the same at all sites of a layer.
 
@@ -129,8 +170,7 @@ def _role(site: Site) -> tuple[Arrangement, ...]:
     that also projects back, an autoencoder that mirrors itself.
     """
     weight, layout = site.params[0], site.layouts[0]
-    both = (layout, Layout(layout.loops, layout.heads, layout.outputs, layout.inputs))
-    arranged = [layout.arrangement(weight.axes) for layout in both]
+    arranged = [each.arrangement(weight.axes) for each in (layout, layout.swapped())]
     role = min(arranged, key=lambda a: (a.parts, a.permutation, a.groups))
     rest = zip(site.params[1:], site.layouts[1:], strict=True)
     return role, *(layout.arrangement(view.axes) for view, layout in rest)
@@ -150,7 +190,7 @@ def _separate_biases(
         (bias, *_) = biases
         complete = together and bias in left and _sites(uses[bias]) == set(joined)
         wanted = not any(pattern_of(site) in skipped for site in joined)
-        if not (complete and wanted and len({_role(site) for site in joined}) == 1):
+        if not (complete and wanted and _go_together(joined)):
             for site in joined:
                 _take_apart(uses, site)
 
@@ -200,10 +240,10 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
             )
         key = name, params
         before = layers.get(key, Layer(name, params))
-        stacked = tuple(map(bool, views[0].axes.looped)) if views[0] is not None else ()
-        layers[key] = replace(
-            before, tagged=(*before.tagged, node), stacked=(*before.stacked, stacked)
-        )
+        own = [view for view in views if view is not None]
+        cuts = tuple(view.cuts for view in own)
+        place = Place(node, tuple(map(bool, own[0].axes.looped)), cuts)
+        layers[key] = replace(before, places=(*before.places, place))
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
     return _with_uncovered(layers.values(), uses)

@@ -6,7 +6,7 @@ or of a function with its own derivatives is a program inside of a node. Each va
 once, in one place, so that it says which value is meant in the whole of a program and its bodies.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,17 +68,6 @@ class Program:
     inputs: Sequence[Variable]
     nodes: Sequence[Node]
     outputs: Sequence[Operand]
-
-    def needed_for(self, wanted: Callable[[Node], bool]) -> "Program":
-        """The nodes that are wanted and what they are computed from; there are no outputs."""
-        kept: list[Node] = []
-        needed: set[Operand] = set()
-        for node in reversed(self.nodes):
-            inside = node.body is not None and any(map(wanted, node.body.all_nodes()))
-            if wanted(node) or inside or not needed.isdisjoint(node.outputs):
-                kept.append(node)
-                needed.update(node.inputs)
-        return Program(self.inputs, kept[::-1], [])
 
     def all_nodes(self) -> Iterator[Node]:
         """The nodes, each followed by those of its body."""

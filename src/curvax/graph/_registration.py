@@ -14,6 +14,7 @@ from curvax import _compat
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.graph._find import find_uses
 from curvax.graph._layers import Layer, build_layers
+from curvax.graph._needed import needed_for
 from curvax.graph._patterns import (
     DEFAULT_GRAPH_PATTERNS,
     GraphMatcherComparator,
@@ -110,7 +111,7 @@ def register(
     _check_losses(losses, noted, where)
     before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
-    needed = program.needed_for(is_loss)
+    needed = needed_for(program, is_loss)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
     found = find_uses(needed, params, options.through_custom)

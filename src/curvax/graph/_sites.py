@@ -23,6 +23,7 @@ from curvax.tags import (
 )
 
 __all__ = [
+    "Cut",
     "Layout",
     "ParamView",
     "Site",
@@ -33,31 +34,51 @@ __all__ = [
 ]
 
 
+Cut = tuple[int, int, int]
+"""A part of a parameter: along which axis, from where, to where."""
+
+
 @dataclass(frozen=True)
 class ParamView:
-    """A parameter, re-arranged: its number, where its axes have gone, and the operand it is."""
+    """A parameter, re-arranged: its number, where its axes have gone, and the operand it is.
+
+    `cuts` say which part of it, if it is not the whole, and `scale` which constant it was
+    multiplied with.
+    """
 
     param: int
     axes: Axes
     operand: Operand
+    cuts: tuple[Cut, ...] = ()
+    scale: Any = None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of a parameter that play a part: for loops, heads, inputs and outputs, in order."""
+    """The axes of a parameter that play a part: for loops, heads, inputs and outputs, in order.
+
+    A bias or a scale has none for inputs.
+    """
 
     loops: tuple[Atom, ...] = ()
     heads: tuple[Atom, ...] = ()
-    inputs: tuple[Atom, ...] = ()
+    inputs: tuple[Atom, ...] | None = None
     outputs: tuple[Atom, ...] = ()
 
     def arrangement(self, axes: Axes) -> Arrangement:
         """How to bring the parameter as it started into (loops, heads, inputs, outputs).
 
-        Groups that a parameter has no axes for are left out.
+        Without loops and heads it has no axes for them, and a bias none for inputs.
         """
-        groups = (self.loops, self.heads, self.inputs, self.outputs)
-        return Arrangement.of(axes.origin_dims(), [group for group in groups if group])
+        groups = [group for group in (self.loops, self.heads) if group]
+        groups += [] if self.inputs is None else [self.inputs]
+        return Arrangement.of(axes.origin_dims(), [*groups, self.outputs])
+
+    def swapped(self) -> "Layout":
+        """With inputs for outputs."""
+        if self.inputs is None:
+            return self
+        return replace(self, inputs=self.outputs, outputs=self.inputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,6 +100,10 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
         layouts[0] = constants.pop("kernel")
     if not all(layout.is_trivial for layout in layouts):
         constants["layouts"] = tuple(layouts)
+    scale = site.params[0].scale
+    if scale is not None:
+        factors[0] = factors[0] * jnp.asarray(scale, factors[0].dtype)
+        constants["scaled"] = True
     if site.tag.name in ("conv2d_tag", "conv_tag"):
         return site.tag.bind(output, *factors, *params, **constants)
     arrangement = site.output_arrangement

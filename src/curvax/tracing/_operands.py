@@ -5,6 +5,7 @@ front. All of it is one loss, with these axes merged into that of the batch.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,7 +22,7 @@ class LossOperands:
     `operands` have `num_loops` axes in front, one for each loop around the tag.
     """
 
-    def __init__(self, node: Node, operands: Sequence[Array], num_loops: int) -> None:
+    def __init__(self, node: Node, operands: Sequence[Any], num_loops: int) -> None:
         tag: LossTag = node.equation.primitive
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree
-from curvax.graph import Collected, Given, Layer, Node, loops_around
+from curvax.graph import Collected, Given, Layer, Node, Place, loops_around
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._probe import probe
 from curvax.tracing._processed_jaxpr import ProcessedJaxpr
@@ -26,8 +26,8 @@ __all__ = ["LayerRule", "Statistic", "layer_statistics"]
 Statistic = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
 """From the inputs of a layer at one place, and the cotangents of its outputs, to arrays."""
 
-LayerRule = Callable[[Layer, Node], Mapping[str, Statistic]]
-"""The statistics of a layer at the tag of one of its places, by name."""
+LayerRule = Callable[[Layer, Place], Mapping[str, Statistic]]
+"""The statistics of a layer at one of its places, by name."""
 
 PullBack = Callable[[LossTangents], tuple[list[dict[str, PyTree]], PyTree]]
 
@@ -124,13 +124,13 @@ class _Probes(AtLosses):
         self._totals: dict[tuple[int, str], _Total] = {}
         self._at: dict[Node, dict[tuple[int, str], Statistic]] = {}
         for number, layer in enumerate(self._layers):
-            for node, stacked in zip(layer.tagged, layer.stacked, strict=True):
-                loops = loops_around(at.processed.program, node) or ()
-                own = [loop for loop, is_own in zip(loops, stacked, strict=True) if is_own]
-                statistics = {(number, name): f for name, f in rule(layer, node).items()}
-                self._at[node] = statistics
+            for place in layer.places:
+                loops = loops_around(at.processed.program, place.node) or ()
+                own = [loop for loop, is_own in zip(loops, place.stacked, strict=True) if is_own]
+                statistics = {(number, name): f for name, f in rule(layer, place).items()}
+                self._at[place.node] = statistics
                 for key, statistic in statistics.items():
-                    self._add(key, self._total(key, statistic, node, own))
+                    self._add(key, self._total(key, statistic, place.node, own))
 
     @property
     def keys(self) -> list[tuple[int, str]]:

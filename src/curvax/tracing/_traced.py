@@ -97,7 +97,7 @@ class LossMap:
             made.append(tag.loss(*mine, *rest, args_names=names))
         return tuple(made)
 
-    def _operands(self, node: Node, operands: Sequence[Array]) -> LossOperands:
+    def _operands(self, node: Node, operands: Sequence[Any]) -> LossOperands:
         return LossOperands(node, operands, len(stack_shape(self.processed.program, node)))
 
 

@@ -1,0 +1,97 @@
+"""What curvax says about a model, and what JAX says, in one compiled program for each."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import curvax
+from curvax.tracing import layer_statistics
+from graph.layers import recompute
+from tracing.book import from_layer_data, moments
+from zoo.case import Entry
+
+# Programs run once and on a few numbers, so it is compiling that takes time.
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def compute(f: Any, *args: Any) -> Any:
+    """`f(*args)`, in one program."""
+    return jax.jit(f).lower(*args).compile(QUICKLY)(*args)
+
+
+class Measured(NamedTuple):
+    """The report, the layers with their data and statistics, and the gradient of the loss."""
+
+    report: Any
+    layers: Any
+    data: Any
+    statistics: Any
+    gradient: Any
+
+
+def layer_data(loss: Any) -> Any:
+    """A function for the data of all layers, for the gradients of the registered losses."""
+    vjp_at = curvax.layer_tags_vjp(loss)
+
+    def data(*args: Any) -> Any:
+        losses, vjp = vjp_at(args)
+        return vjp([loss.grad_of_evaluate(None, "regular") for loss in losses])
+
+    return data
+
+
+def statistics(loss: Any) -> Any:
+    """A function for the statistics of all layers, for the same cotangents."""
+    pull_back_at = layer_statistics(loss, moments)
+
+    def found(*args: Any) -> Any:
+        losses, pull_back = pull_back_at(args)
+        return pull_back([loss.grad_of_evaluate(None, "regular") for loss in losses])[0]
+
+    return found
+
+
+def of_sites(layer: Any, data: Any) -> tuple[Any, Any]:
+    """What a layer computes at each of its sites, and what comes back from there, added up."""
+    outputs, total = [], [jnp.zeros_like(p) for p in data["params"]]
+    for place, site in zip(layer.places, data["sites"], strict=True):
+        (x,), (g,), node = site["inputs"], site["outputs_tangents"], place.node
+        alone = lambda *params: recompute(node, x, place.stacked, params, place.cuts)  # noqa: B023
+        y, pull_back = jax.vjp(alone, *data["params"])
+        outputs.append(y)
+        total = [a + b for a, b in zip(total, pull_back(g.astype(y.dtype)), strict=True)]
+    return outputs, tuple(total)
+
+
+@functools.cache
+def measured(entry: Entry) -> Measured:
+    model = entry.get()
+    args = model.args
+    report = curvax.explain_registration(model.loss, args)
+    layers = curvax.ProcessedJaxpr.make_from_func(model.loss, args).layers
+    data_at, statistics_at = layer_data(model.loss), statistics(model.loss)
+    everything = lambda *args: (data_at(*args), statistics_at(*args), jax.grad(model.loss)(*args))
+    return Measured(report, layers, *compute(everything, *args))
+
+
+@functools.cache
+def alone(entry: Entry) -> list[tuple[Any, Any, Any]]:
+    """For each layer of a known kind: its data, and `of_sites` from these."""
+    found = measured(entry)
+    pairs = zip(found.layers, found.data, strict=True)
+    known = [(layer, data) for layer, data in pairs if not layer.is_generic]
+    layers, data = zip(*known, strict=True)
+    each = compute(lambda data: list(map(of_sites, layers, data)), data)
+    return [(of, *computed) for of, computed in zip(data, each, strict=True)]
+
+
+def statistics_by_the_book(entry: Entry) -> Any:
+    """The statistics, from the data of all layers."""
+    found = measured(entry)
+    return compute(lambda data: from_layer_data(found, data), found.data)
