@@ -29,7 +29,7 @@ def scale_and_shift(node, x, *params):
 
 
 def embedding(node, x, table):
-    return table[x]
+    return jnp.take(table, x, axis=0, mode="fill", fill_value=0)
 
 
 COMPUTED = {

@@ -421,6 +421,11 @@ def partly_scanned(p: Any, x: Any) -> Any:
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"][1:])[0]
 
 
+def two_loops(p: Any, x: Any) -> Any:
+    inner = lambda h, w: lax.scan(lambda h, b: (jnp.tanh(biased(h @ w, b)), None), h, p["b"])[0]
+    return lax.scan(lambda h, w: (inner(h, w), None), x, p["w"])[0]
+
+
 SPELLINGS += [
     Spelling("split", split, {"w": W, "b": B}, X, DENSE),
     Spelling(
@@ -454,6 +459,35 @@ SPELLINGS += [
         {"t": "scale_and_shift_tag", "s": "scale_and_shift_tag"},
         2,
     ),
+    Spelling(
+        "positions, looked up",
+        lambda p, x: x + row(jnp.take(p["t"], jnp.arange(7), axis=0), x),
+        {"t": normal(1, 9, 3)},
+        SEQUENCE,
+        {"t": "scale_and_shift_tag"},
+    ),
+    Spelling(
+        "one example after the other",
+        lambda p, x: lax.map(lambda x: x @ p["w"] + p["b"], x),
+        {"w": W, "b": B},
+        X,
+        DENSE,
+    ),
+    Spelling("loops of one length, each with its own", two_loops, STACK, X, SHIFTED, 2),
+    Spelling(
+        "no row for an index",
+        lambda p, x: jax.nn.one_hot(x, 9, dtype=jnp.float64) @ p["e"],
+        {"e": normal(1, 9, 3)},
+        jnp.array([1, -1, 5, 9]),
+        {"e": "embedding_tag"},
+    ),
+    Spelling(
+        "the next row for an index",
+        lambda p, x: jnp.take(p["e"], x, axis=0, mode="clip"),
+        {"e": normal(1, 9, 3)},
+        jnp.array([1, -1, 5, 20]),
+        {"e": "embedding_tag"},
+    ),
     Spelling("times a constant", lambda p, x: x @ (0.5 * p["w"]), {"w": W}, X, {"w": "dense_tag"}),
     Spelling(
         "divided by a constant, transposed, biased",
@@ -472,6 +506,18 @@ SPELLINGS += [
 ]
 
 
+AFFINE = [
+    Spelling(
+        "a change of weights that are given",
+        lambda p, x: x[0] @ (x[1] + p["w"]),
+        {"w": W},
+        (X, normal(3, 3, 4)),
+        {"w": "dense_tag"},
+    ),
+]
+"""Layers of which what they put out also depends on something else."""
+
+
 class Generic(NamedTuple):
     name: str
     f: Callable[[Any, Any], Any]
@@ -481,6 +527,34 @@ class Generic(NamedTuple):
 
 
 GENERIC = [
+    Generic(
+        "times what is the same for all examples",
+        lambda p, x: x[0] @ (p["w"] * x[1]),
+        {"w": W},
+        (X, normal(3, 3, 4)),
+        "meets nothing that differs from example to example",
+    ),
+    Generic(
+        "a known matrix times it",
+        lambda p, x: x[0] @ (x[1] @ p["w"]),
+        {"w": W},
+        (X, normal(3, 3, 3)),
+        "meets nothing that differs from example to example",
+    ),
+    Generic(
+        "beside zeros",
+        lambda p, x: x @ jnp.concatenate([p["w"], jnp.zeros((3, 2))], axis=1),
+        {"w": W},
+        X,
+        "meets nothing that differs from example to example",
+    ),
+    Generic(
+        "rows in another order",
+        lambda p, x: x + row(p["t"][jnp.array([2, 0, 1, 4, 3, 6, 5])], x),
+        {"t": normal(1, 7, 3)},
+        SEQUENCE,
+        "meets nothing that differs from example to example",
+    ),
     Generic(
         "parts that overlap",
         lambda p, x: (x @ p["w"][:, :3]) * (x @ p["w"][:, 1:]),

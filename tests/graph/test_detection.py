@@ -16,7 +16,7 @@ from curvax.graph._report import explain_registration
 from curvax.graph._run import run
 from curvax.tags import LayerTag, LossTag
 from graph.layers import part, recompute
-from graph.models import GENERIC, SPELLINGS
+from graph.models import AFFINE, GENERIC, SPELLINGS
 from helpers import assert_same
 
 
@@ -69,7 +69,7 @@ def tagged_layers(case):
         yield node, captured[node], params, [bool(dim) for dim in views[0].axes.looped]
 
 
-@each_spelling
+@pytest.mark.parametrize("case", SPELLINGS + AFFINE, ids=name_of)
 def test_each_parameter_gets_its_tag(case):
     report = explain_registration(with_loss(case.f), (case.params, case.x))
     found = {row.path[2:-2]: row.tag for row in report.rows}

@@ -324,3 +324,132 @@ class TestWhatNoLossDependsOn:
         assert y.shape == (5, 2)
         whole = curvax.auto_register_tags(f, (p, X), compute_only_loss_tags=False)
         assert_same(whole(p, X), f(p, X), 1e-12, 1e-12)
+
+
+class TestTagsThatCannotBeUsed:
+    """A tag that is lost is an error, whatever was traced before."""
+
+    def test_one_of_several_losses_at_one_line(self):
+        def f(w, x):
+            y = x @ w
+            return register(y).sum() + jax.lax.cond(
+                x[0, 0] > 0, lambda: register(y).sum(), lambda: 0.0
+            )
+
+        f = jax.jit(f)
+        for _ in range(2):
+            with pytest.raises(RegistrationError, match=r"Loss_tag .* is inside of `cond`"):
+                curvax.loss_tags_vjp(f)((W, X))
+
+    def test_a_layer(self):
+        def f(w, x):
+            tagged = lambda: curvax.register_dense(x @ w, x, w)
+            return register(jax.lax.cond(x[0, 0] > 0, tagged, lambda: x @ w))
+
+        with pytest.raises(RegistrationError, match="dense_tag is inside of `cond`"):
+            explain_registration(f, (W, X))
+
+    @pytest.mark.parametrize("what", ["layer", "loss"])
+    def test_inside_of_derivatives_of_their_own(self, what):
+        @jax.custom_vjp
+        def own(x, w):
+            return curvax.register_dense(x @ w, x, w) if what == "layer" else register(x @ w)
+
+        own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda r, g: (g @ r[1].T, 7 * r[0].T @ g))
+        f = lambda w, x: own(x, w) if what == "loss" else register(own(x, w))
+        for process in (curvax.loss_tags_vjp, curvax.layer_tags_vjp):
+            with pytest.raises(RegistrationError, match="`own`, which has derivatives of its own"):
+                process(f)((W, X))
+        curvax.layer_tags_vjp(f, through_custom_derivatives=True)((W, X))
+
+
+class TestWhatATagDoesNotCover:
+    def test_a_value_that_goes_around_it(self):
+        def f(p, x):
+            y = x @ p["w"]
+            return register(jnp.tanh(curvax.register_dense(y, x, p["w"])) + 100 * y)
+
+        report = explain_registration(f, ({"w": W}, X))
+        assert "1 more uses are not covered" in report.rows[0].reason
+        with pytest.raises(RegistrationError, match="not covered by the layer"):
+            explain_registration(f, ({"w": W}, X), strict=True)
+
+    def test_a_value_inside_of_a_pattern(self):
+        pattern = squared_dense()
+
+        def f(p, x):
+            h = x @ p["w"]
+            return register(h**2 + 100 * h)
+
+        report = explain_registration(f, ({"w": W}, X), graph_patterns=[pattern])
+        assert report.rows[0].tag == "squared_tag"
+        assert "1 more uses are not covered" in report.rows[0].reason
+        plain = lambda p, x: register((x @ p["w"]) ** 2)
+        (row,) = explain_registration(plain, ({"w": W}, X), graph_patterns=[pattern]).rows
+        assert (row.tag, row.reason) == ("squared_tag", "")
+
+
+def squared_dense():
+    tag = LayerTag("squared_tag", num_inputs=1, num_outputs=1)
+    compute = lambda x, params: (x @ params[0]) ** 2
+    return GraphPattern("squared", tag, compute, lambda _: {}, [X, [W]])
+
+
+def test_a_pattern_without_the_bias_that_follows():
+    tag = LayerTag("product_tag", num_inputs=1, num_outputs=1)
+    pattern = GraphPattern("product", tag, lambda x, p: x @ p[0], lambda _: {}, [X, [W]])
+    patterns = (pattern, *DEFAULT_GRAPH_PATTERNS)
+    report = explain_registration(dense, (PARAMS, X), graph_patterns=patterns)
+    assert [row.tag for row in report.rows] == ["scale_and_shift_tag", "product_tag"]
+
+
+def test_a_pattern_of_a_scaled_weight():
+    f = lambda p, x: register((x @ (2 * p["w"])) ** 2)
+    patterns = (squared_dense(), *DEFAULT_GRAPH_PATTERNS)
+    (row,) = explain_registration(f, ({"w": W}, X), graph_patterns=patterns).rows
+    assert row.tag == "dense_tag"
+
+
+def test_a_generic_tag_by_hand():
+    f = lambda p, x: register(x @ curvax.register_generic(p["w"]))
+    losses, vjp = curvax.layer_tags_vjp(f)(({"w": W}, X))
+    (layer,) = vjp([losses[0].parameter_dependants])
+    assert_same(layer["params_tangents"], layer["outputs_tangents"])
+    assert_same(layer["params_tangents"][0], X.T @ (X @ W), 1e-12, 1e-12)
+
+
+def test_what_is_computed_from_constants_is_no_tracer():
+    f = lambda p, x: register(x @ (p["w"] / jnp.sqrt(jnp.asarray(3.0))))
+    tagged = auto_register_tags(f, ({"w": W}, X))
+    first = jax.jit(tagged)({"w": W}, X[:3])
+    assert_same(tagged({"w": W}, X[:3]), first, 1e-12, 1e-12)
+
+
+def test_unused_parameters_can_be_allowed_in_a_report():
+    f = lambda p, x: register(x @ p["w"])
+    report = explain_registration(f, (PARAMS, X), allow_unused_params=True)
+    assert [row.tag for row in report.rows] == ["generic_tag", "dense_tag"]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x: x @ p["w"][:, :0] @ jnp.zeros((0, 4)) + x @ p["w"],
+        lambda p, x: jnp.concatenate([biased(x @ p["w"], p["b"])[:, :0], x], axis=1),
+    ],
+)
+def test_sizes_of_zero(f):
+    explain_registration(lambda p, x: register(f(p, x)), (PARAMS, X), allow_unused_params=True)
+    empty = {"w": jnp.zeros((3, 0)), "b": jnp.zeros(0)}
+    f = lambda p, x: register(jnp.concatenate([biased(x @ p["w"], p["b"]), x], axis=1))
+    explain_registration(f, (empty, X))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [jnp.arange(3), jax.random.key(0), jnp.tanh, True],
+    ids=["int", "key", "function", "bool"],
+)
+def test_parameters_that_are_no_numbers(wrong):
+    with pytest.raises(TypeError, match=r"\['n'\] \(.*\) are not. Keep them out"):
+        explain_registration(dense, (PARAMS | {"n": wrong}, X))

@@ -200,3 +200,10 @@ class TestRegister:
 def test_numbers_can_be_tagged():
     (mean,) = LOSS.bind(1.5, args_names=("mean",))
     np.testing.assert_array_equal(mean, 1.5)
+
+
+def test_tags_can_be_transposed():
+    f = lambda x: curvax.register_dense(x @ W, x, W) * 2
+    transposed = jax.linear_transpose(f, jnp.ones((4, W.shape[0])))
+    g = jnp.ones((4, W.shape[1]))
+    assert_same(transposed(g)[0], 2 * g @ W.T)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from curvax import ProcessedJaxpr, layer_tags_vjp
+from curvax import ProcessedJaxpr, auto_register_tags, layer_tags_vjp
 from curvax.tracing import layer_statistics
 from graph.layers import recompute
 
@@ -70,15 +70,17 @@ def _alone(place, site, params):
 
 def at_layers(f, *args):
     """Statistics and gradients at layers, ours and by the book, to be compiled as one program."""
-    processed = ProcessedJaxpr.make_from_func(f, args)
+    tagged = auto_register_tags(f, args)
+    done = {"auto_register_tags": False}
+    processed = ProcessedJaxpr.make_from_func(tagged, args, **done)
 
     def compute(*args):
-        losses, pull_back = layer_statistics(f, moments)(args)
+        losses, pull_back = layer_statistics(tagged, moments, **done)(args)
         cotangents = [jax.tree.map(lambda y: jnp.cos(3 * y), losses[0].parameter_dependants)]
         statistics, gradient = pull_back(cotangents)
         leaves = jax.tree.leaves(gradient)
         ours = [tuple(leaves[n] for n in params) for params in processed.layer_indices]
-        data = layer_tags_vjp(f)(args)[1](cotangents)
+        data = layer_tags_vjp(tagged, **done)(args)[1](cotangents)
         tangents = [layer["params_tangents"] for layer in data]
         alone = gradients(processed, data)
         return (statistics, ours, ours), (from_layer_data(processed, data), tangents, alone)

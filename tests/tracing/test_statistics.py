@@ -251,6 +251,27 @@ class TestStacks:
         assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(ours[0]))
         assert_same(ours, naive, 1e-9, 1e-9)
 
+    def test_a_stack_that_two_nested_loops_take(self):
+        stack = {"w": normal(0, 3, 3, 3)}
+
+        def f(p, x):
+            step = lambda v: lambda h, w: (jnp.tanh(jnp.tanh(h @ v) @ w), None)
+            outer = lambda h, v: (lax.scan(step(v), h, p["w"])[0], None)
+            return lax.scan(outer, x, p["w"])[0]
+
+        ours, naive = at_layers(with_loss(f), stack, X)
+        assert_same(ours, naive, 1e-9, 1e-9)
+
+    def test_parts_of_a_stack(self):
+        """Under one name they would be added up."""
+
+        def f(p, x):
+            step = lambda h, w: (jnp.tanh(h @ w), None)
+            return lax.scan(step, lax.scan(step, x, p[:2])[0], p[2:])[0]
+
+        with pytest.raises(ValueError, match="another part of the parameters"):
+            statistics_of(with_loss(f))(normal(0, 4, 3, 3), X)
+
     def test_convolutions(self):
         images, kernels = normal(0, 2, 5, 5, 3), normal(1, 4, 3, 3, 3, 3)
         numbers = ("NHWC", "OIHW", "NHWC")

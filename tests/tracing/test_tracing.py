@@ -18,12 +18,12 @@ from curvax import (
     loss_tags_vjp,
 )
 from curvax.tags import dense_tag
-from graph.models import GENERIC, SPELLINGS, B, W, X, biased, normal
+from graph.models import AFFINE, GENERIC, SPELLINGS, B, W, X, biased, normal
 from helpers import assert_same
 from tracing.book import at_layers
 
 name_of = lambda case: case.name
-each_spelling = pytest.mark.parametrize("case", SPELLINGS, ids=name_of)
+each_spelling = pytest.mark.parametrize("case", SPELLINGS + AFFINE, ids=name_of)
 SOME = [case for case in SPELLINGS if case.name in ("plain", "scanned", "recurrent", "tied table")]
 
 
@@ -252,3 +252,52 @@ class TestOtherArguments:
         ):
             vjp([(jnp.ones(5),)])
         del losses
+
+
+class TestVectorsInVmap:
+    """Inside of vmap, a vector is the prediction for one example."""
+
+    def test_values(self):
+        f = lambda w, x: jax.vmap(lambda x: curvax.register_squared_error_loss(x @ w, 0 * x @ w))(x)
+        (loss,), _ = loss_tags_vjp(f)((W, X))
+        assert loss.parameter_dependants[0].shape == (5, 4)
+        assert loss.evaluate().shape == (5,)
+
+    def test_a_loss_of_ones_own(self):
+        root = lambda y, t: jnp.sqrt(1 + jnp.sum((y - t) ** 2))
+        one = lambda w, x: curvax.register_loss(root, x @ w, jnp.ones(4))
+        (loss,), _ = loss_tags_vjp(lambda w, x: jax.vmap(one, (None, 0))(w, x))((W, X))
+        assert_same(loss.evaluate(), jax.vmap(root, (0, None))(X @ W, jnp.ones(4)), 1e-12, 1e-12)
+
+    def test_a_target_that_is_the_same_for_all(self):
+        target = jnp.asarray(2)
+        one = lambda w, x: curvax.register_softmax_cross_entropy_loss(x @ w, target)
+        (loss,), _ = loss_tags_vjp(lambda w, x: jax.vmap(one, (None, 0))(w, x))((W, X))
+        assert_same(loss.evaluate(), -jax.nn.log_softmax(X @ W)[:, 2], 1e-12, 1e-12)
+
+
+def test_a_batch_of_one_example_is_the_same_function():
+    """What is only done to fit shapes does not count."""
+    p = {"e": normal(0, 9, 3), "pos": normal(1, 6, 3), "w": normal(2, 3, 2, 2)}
+
+    def f(p, i):
+        x = p["e"][i] + jnp.broadcast_to(p["pos"][: i.shape[1]], (*i.shape, 3))
+        y = jnp.einsum("btd,dhk->bthk", x, p["w"])
+        curvax.register_squared_error_loss(y.reshape(-1, 4))
+
+    vjp_at = layer_tags_vjp(f)
+    for shape in ((3, 5), (1, 5), (4, 1), (2, 6)):
+        losses, vjp = vjp_at((p, jnp.zeros(shape, int)))
+        vjp([losses[0].parameter_dependants])
+
+
+class TestArguments:
+    def test_no_sequence(self, unchecked):
+        with pytest.raises(TypeError, match=r"as one sequence, such as \(params, batch\)"):
+            layer_tags_vjp(with_loss(SPELLINGS[0]))(W)
+
+    @pytest.mark.parametrize("product", [loss_tags_jvp, loss_tags_hvp])
+    def test_tangents_unlike_the_parameters(self, product):
+        case = SPELLINGS[0]
+        with pytest.raises(ValueError, match="tangents of the parameters are like the parameters"):
+            product(with_loss(case))((case.params, case.x), (B, W))

@@ -20,7 +20,8 @@ import curvax
 class Model:
     """A loss of parameters and a batch, with what is known about it.
 
-    `generic` has the parameters that are in no layer of a known kind, with a piece of the reason.
+    `generic` has the parameters that are in no layer of a known kind, or not with all that is done
+    with them, with a piece of the reason.
     `tapped(params, changes, *batch)` is the loss with the changes added to the outputs of its
     layers, and what these layers met. `unrolled` are the loss and the parameters of the same model
     with a loop in Python in place of a scan, and the path of the parameters that it loops over.

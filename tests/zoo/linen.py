@@ -270,6 +270,8 @@ def weight_norm():
         def __call__(self, x):
             return nn.Dense(3)(nn.tanh(nn.WeightNorm(nn.Dense(5, name="normed"))(x)))
 
-    reason = "it meets another parameter in `mul`"
-    generic = {"['normed']['kernel']": reason}
+    generic = {
+        "['normed']['kernel']": "it meets another parameter in `mul`",
+        "['WeightNorm_0']['normed/kernel/scale']": "it meets nothing that differs from example",
+    }
     return model(Normed(), squared_error, VECTORS, normal(3, 4, 3), generic=generic)

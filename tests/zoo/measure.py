@@ -35,9 +35,9 @@ class Measured(NamedTuple):
     gradient: Any
 
 
-def layer_data(loss: Any) -> Any:
+def layer_data(loss: Any, **options: Any) -> Any:
     """A function for the data of all layers, for the gradients of the registered losses."""
-    vjp_at = curvax.layer_tags_vjp(loss)
+    vjp_at = curvax.layer_tags_vjp(loss, **options)
 
     def data(*args: Any) -> Any:
         losses, vjp = vjp_at(args)
@@ -46,9 +46,9 @@ def layer_data(loss: Any) -> Any:
     return data
 
 
-def statistics(loss: Any) -> Any:
+def statistics(loss: Any, **options: Any) -> Any:
     """A function for the statistics of all layers, for the same cotangents."""
-    pull_back_at = layer_statistics(loss, moments)
+    pull_back_at = layer_statistics(loss, moments, **options)
 
     def found(*args: Any) -> Any:
         losses, pull_back = pull_back_at(args)
@@ -74,21 +74,33 @@ def measured(entry: Entry) -> Measured:
     model = entry.get()
     args = model.args
     report = curvax.explain_registration(model.loss, args)
-    layers = curvax.ProcessedJaxpr.make_from_func(model.loss, args).layers
-    data_at, statistics_at = layer_data(model.loss), statistics(model.loss)
+    # Tagged once for all.
+    tagged = curvax.auto_register_tags(model.loss, args)
+    done = {"auto_register_tags": False}
+    layers = curvax.ProcessedJaxpr.make_from_func(tagged, args, **done).layers
+    data_at, statistics_at = layer_data(tagged, **done), statistics(tagged, **done)
     everything = lambda *args: (data_at(*args), statistics_at(*args), jax.grad(model.loss)(*args))
     return Measured(report, layers, *compute(everything, *args))
 
 
+def alone(entry: Entry, complete: bool = False) -> list[tuple[Any, Any, Any]]:
+    """For each layer of a known kind: its data, and `of_sites` from these.
+
+    `complete`: only of layers that have all uses of their parameters.
+    """
+    rows = measured(entry).report.rows
+    found = _alone(entry)
+    return [each for layer, *each in found if not (complete and rows[layer.params[0]].reason)]
+
+
 @functools.cache
-def alone(entry: Entry) -> list[tuple[Any, Any, Any]]:
-    """For each layer of a known kind: its data, and `of_sites` from these."""
+def _alone(entry: Entry) -> list[tuple[Any, Any, Any, Any]]:
     found = measured(entry)
     pairs = zip(found.layers, found.data, strict=True)
     known = [(layer, data) for layer, data in pairs if not layer.is_generic]
     layers, data = zip(*known, strict=True)
     each = compute(lambda data: list(map(of_sites, layers, data)), data)
-    return [(of, *computed) for of, computed in zip(data, each, strict=True)]
+    return [(layer, of, *computed) for (layer, of), computed in zip(known, each, strict=True)]
 
 
 def statistics_by_the_book(entry: Entry) -> Any:

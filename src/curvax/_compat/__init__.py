@@ -45,8 +45,10 @@ from curvax._compat._programs import (
     inner_program,
     is_literal,
     passes_through,
+    primitives_inside,
     returns_complex,
     run_equation,
+    run_now,
 )
 
 __all__ = [
@@ -72,8 +74,10 @@ __all__ = [
     "made_up",
     "mesh_of",
     "passes_through",
+    "primitives_inside",
     "returns_complex",
     "run_equation",
+    "run_now",
     "shape_of",
     "sharding_of",
     "trace",

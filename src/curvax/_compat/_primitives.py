@@ -25,9 +25,18 @@ def define_identity(primitive: Any, num_kept: int, batch: Callable[..., Any]) ->
     def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         return primitive.bind(*primals, **params), first(tangents)
 
+    def transpose(cotangents: Any, *args: Any, **_: Any) -> list[Any]:
+        kept = cotangents if several else [cotangents]
+        others = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args[num_kept:]]
+        linear = map(ad.is_undefined_primal, args)
+        return [
+            g if is_linear else None for g, is_linear in zip([*kept, *others], linear, strict=True)
+        ]
+
     primitive.def_impl(lambda *args, **_: first([jnp.asarray(x) for x in args]))
     primitive.def_abstract_eval(lambda *avals, **_: first(avals))
     ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, lambda _, *args, **__: list(args[:num_kept]))
 

@@ -1,6 +1,6 @@
 """Programs: traced functions, the operations in them and the programs inside of these."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +19,10 @@ __all__ = [
     "inner_program",
     "is_literal",
     "passes_through",
+    "primitives_inside",
     "returns_complex",
     "run_equation",
+    "run_now",
 ]
 
 
@@ -89,6 +91,19 @@ def inner_program(equation: Any) -> tuple[Kind, Any]:
     return ("opaque" if inside else "plain"), None
 
 
+def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """All operations in the programs inside of an equation, however deep, with their parameters."""
+    pending = list(equation.params.values())
+    while pending:
+        x = pending.pop()
+        if isinstance(x, tuple | list):
+            pending += x
+        program = as_program(x)
+        for inner in [] if program is None else program[0].eqns:
+            yield inner.primitive, inner.params
+            pending += inner.params.values()
+
+
 def _holds_program(x: Any) -> bool:
     return any(map(_holds_program, x)) if isinstance(x, tuple | list) else as_program(x) is not None
 
@@ -123,6 +138,14 @@ def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     with equation.ctx.manager:
         results = equation.primitive.bind(*inputs, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def run_now(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
+    """What an equation computes, also while something else is traced; None if that cannot be."""
+    if equation.effects or any(isinstance(x, jax.core.Tracer) for x in inputs):
+        return None
+    with jax.ensure_compile_time_eval():
+        return run_equation(equation, inputs)
 
 
 def function_name(equation: Any) -> str:

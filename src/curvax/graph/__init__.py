@@ -18,7 +18,11 @@ from curvax.graph._patterns import (
     GraphPattern as GraphPattern,
 )
 from curvax.graph._program import Node as Node, Program as Program, read as read
-from curvax.graph._registration import RegistrationError as RegistrationError
+from curvax.graph._rearranged import REARRANGED as REARRANGED
+from curvax.graph._registration import (
+    RegistrationError as RegistrationError,
+    check_tags as check_tags,
+)
 from curvax.graph._report import (
     ParameterRow as ParameterRow,
     RegistrationReport as RegistrationReport,

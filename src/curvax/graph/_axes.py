@@ -131,9 +131,11 @@ class Axes:
         The latter is None if the array was only repeated there. None if it is not one piece of the
         array as it started.
         """
+        if start >= stop or not self.dims[axis]:
+            return None
         first, *rest = self.dims[axis]
         minor = math.prod(atom.size for atom in rest)
-        if start % minor or stop % minor or start >= stop:
+        if start % minor or stop % minor:
             return None
         start, stop = start // minor, stop // minor
         origin, stride, size = first.origin, first.stride, stop - start

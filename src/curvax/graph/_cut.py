@@ -4,13 +4,12 @@ Each part is followed like a parameter of its own. What remembers where it came 
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
 from curvax.graph._program import Node
 from curvax.graph._sites import Cut, ParamView
 
-__all__ = ["cut_out"]
+__all__ = ["cut_further", "cut_out"]
 
 
 def cut_out(node: Node, view: ParamView) -> list[ParamView] | str:
@@ -33,21 +32,22 @@ def cut_out(node: Node, view: ParamView) -> list[ParamView] | str:
 
 
 def _piece(view: ParamView, bounds: dict[int, tuple[int, int]]) -> ParamView | None:
-    axes, cuts = view.axes, view.cuts
     for axis, (start, stop) in bounds.items():
-        if (start, stop) == (0, axes.shape[axis]):
+        if (start, stop) == (0, view.axes.shape[axis]):
             continue
-        found = axes.cut(axis, start, stop)
+        found = view.axes.cut(axis, start, stop)
         if found is None:
             return None
         axes, own = found
-        cuts = cuts if own is None else _cut_further(cuts, own)
-    return replace(view, axes=axes, cuts=cuts)
+        view = (
+            replace(view, axes=axes) if own is None else cut_further(replace(view, axes=axes), own)
+        )
+    return view
 
 
-def _cut_further(cuts: Sequence[Cut], own: Cut) -> tuple[Cut, ...]:
-    """What is left of a parameter if another piece is cut out of what was left already."""
-    axis, start, stop = own
-    before = {a: first for a, first, _ in cuts}.get(axis, 0)
-    rest = [cut for cut in cuts if cut[0] != axis]
-    return tuple(sorted([*rest, (axis, before + start, before + stop)]))
+def cut_further(view: ParamView, cut: Cut) -> ParamView:
+    """What is left of a parameter if a piece is cut out of what was left already."""
+    axis, start, stop = cut
+    before = {a: first for a, first, _ in view.cuts}.get(axis, 0)
+    rest = [other for other in view.cuts if other[0] != axis]
+    return replace(view, cuts=tuple(sorted([*rest, (axis, before + start, before + stop)])))

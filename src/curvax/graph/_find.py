@@ -12,31 +12,43 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from curvax import _compat
 from curvax.graph._axes import Axes
 from curvax.graph._concatenated import ConcatView, Parts, dense_parts, put_beside, shift_parts
-from curvax.graph._cut import cut_out
+from curvax.graph._cut import cut_further, cut_out
+from curvax.graph._examples import Examples
 from curvax.graph._found import Found, SiteView, Use
-from curvax.graph._frame import OPERATIONS, Frame, View
+from curvax.graph._frame import NO_EXAMPLES, OPERATIONS, Frame, View
 from curvax.graph._program import Node, Operand, Program, Variable
 from curvax.graph._rearranged import REARRANGED
-from curvax.graph._sites import (
-    ParamView,
-    Site,
-)
+from curvax.graph._sites import ParamView, Site, embedding_site
 from curvax.tags import LayerTag
 
 __all__ = ["find_uses"]
 
 
-def find_uses(program: Program, params: Sequence[Variable], through_custom: bool = False) -> Found:
-    """The uses of each parameter. `through_custom`: also inside of custom derivatives."""
-    found = Found({number: [] for number in range(len(params))})
+def find_uses(
+    program: Program,
+    params: Sequence[Variable],
+    through_custom: bool = False,
+    examples: Examples | None = None,
+    is_tagged: bool = False,
+) -> Found:
+    """The uses of each parameter.
+
+    `through_custom`: also inside of custom derivatives. `is_tagged`: all layers are tagged already,
+    and it is only to be found which parameters these have.
+    """
+    found = Found({number: [] for number in range(len(params))}, readers=_readers(program))
+    found.order.update({node: number for number, node in enumerate(program.all_nodes())})
     numbers = {variable: number for number, variable in enumerate(params)}
     views = {v: ParamView(n, Axes.of(v.shape), v) for v, n in numbers.items()}
-    data = {v for v in program.inputs if v not in numbers}
-    _Finder(found, _readers(program), through_custom).walk(program, views, data)
+    known = lambda v: examples is not None and v not in examples.axes
+    data = {v for v in program.inputs if v not in numbers and not known(v)}
+    _Finder(found, found.readers, through_custom, examples, is_tagged).walk(program, views, data)
+    found.give_up(NO_EXAMPLES)
     return found
 
 
@@ -55,6 +67,9 @@ class _Finder:
     found: Found
     readers: Counter[Operand]
     through_custom: bool
+    examples: Examples | None
+    is_tagged: bool
+    for_each_example: bool = False
     reason: str = ""
     """Why nothing in here can be a layer, if so."""
 
@@ -62,7 +77,15 @@ class _Finder:
         self, program: Program, views: dict[Variable, ParamView], data: set[Variable]
     ) -> tuple[list[ParamView | None], list[bool]]:
         """Go through a program. Returns views of its outputs, and which depend on data."""
-        frame = _Walk(self.found, self.readers, dict(views), set(data), finder=self)
+        frame = _Walk(
+            self.found,
+            self.readers,
+            dict(views),
+            set(data),
+            examples=self.examples,
+            for_each_example=self.for_each_example,
+            finder=self,
+        )
         for node in program.nodes:
             frame.visit(node)
         outputs = [frame.view(operand) for operand in program.outputs]
@@ -82,6 +105,8 @@ class _Walk(Frame):
     def visit(self, node: Node) -> None:
         if any(operand in self.data for operand in node.inputs):
             self.data.update(node.outputs)
+        if self.examples is not None:
+            self.data.update(out for out in node.outputs if out in self.examples.axes)
         self.made_by.update(dict.fromkeys(node.outputs, node))
         views = [self.view(operand) for operand in node.inputs]
         if isinstance(node.equation.primitive, LayerTag):
@@ -90,7 +115,7 @@ class _Walk(Frame):
             self._enter(node, node.body, views)
         elif any(view is not None for view in views):
             self._use(node, views)
-        elif node.kind == "plain" and node.outputs and not any(v.shape for v in node.outputs):
+        elif node.kind == "plain":
             self.compute(node)
 
     def _explicit(self, node: Node, views: Sequence[View | None]) -> None:
@@ -153,15 +178,49 @@ class _Walk(Frame):
             else:
                 self.views.update(zip(node.outputs, pieces, strict=True))
             return True
+        if node.name == "gather":
+            return number == 0 and self._rows_in_order(node, view)
+        if node.name in ("add", "add_any"):
+            return self._moved_by_what_is_known(node, view)
         if node.name != "mul" and (node.name, number) != ("div", 0):
             return False
         factor = self.number(node.inputs[1 - number])
         (output,) = node.outputs
-        if factor is None or output.shape != view.axes.shape:
+        if factor is None or jnp.shape(factor) or output.shape != view.axes.shape:
             return False
+        if not _compat.is_tracer(factor):  # Else it is good for this trace only, like all else.
+            factor = np.asarray(factor)
         factor = factor if node.name == "mul" else 1 / factor
         scale = factor if view.scale is None else view.scale * factor
         self.views[output] = replace(view, operand=output, scale=scale)
+        return True
+
+    def _moved_by_what_is_known(self, node: Node, view: ParamView) -> bool:
+        """Whether something is added to a parameter that is the same for all examples."""
+        (output,) = node.outputs
+        known = self.finder.is_tagged or self.is_known(output)
+        if not known or output.shape != view.axes.shape or view.scale is not None:
+            return False
+        self.views[output] = replace(view, operand=output)
+        return True
+
+    def _rows_in_order(self, node: Node, view: ParamView) -> bool:
+        """Whether rows are looked up that are known, and follow one another: they are cut out."""
+        indices = self.number(node.inputs[1])
+        rows = None if indices is None else np.asarray(indices).reshape(-1)
+        site = embedding_site(node, view)
+        if rows is None or not rows.size or isinstance(site, str) or site.positions != (0,):
+            return False
+        first, last = int(rows[0]), int(rows[0]) + rows.size
+        in_order = first >= 0 and last <= view.axes.shape[0] and np.all(np.diff(rows) == 1)
+        whole_rows = site.layouts[0].inputs == view.axes.dims[0]
+        found = view.axes.cut(0, first, last) if in_order and whole_rows else None
+        if found is None:
+            return False
+        axes, cut = found
+        (output,) = node.outputs
+        moved = replace(view, axes=axes, operand=output)
+        self.views[output] = moved if cut is None else cut_further(moved, cut)
         return True
 
     def _put_together(self, node: Node, params: Sequence[ParamView]) -> None:
@@ -255,6 +314,8 @@ class _Walk(Frame):
         if site is not None:
             only = self.readers[site.output] == 1
             self.views[site.output] = SiteView(site, site.axes, only)
+            if not self.differs(site):
+                found.doubtful.add(site)
 
     def _enter(self, node: Node, body: Program, views: Sequence[View | None]) -> None:
         own = [view if isinstance(view, ParamView) else None for view in views]
@@ -262,7 +323,14 @@ class _Walk(Frame):
         if node.kind == "custom" and not self.finder.through_custom and not reason:
             name = _compat.function_name(node.equation)
             reason = f"it is used inside of `{name}`, which has derivatives of its own"
-        inner = replace(self.finder, reason=reason)
+        over_examples = self.examples is not None and not self.examples.loops.isdisjoint(
+            node.outputs
+        )
+        inner = replace(
+            self.finder,
+            reason=reason,
+            for_each_example=self.for_each_example or over_examples,
+        )
         given = dict(zip(body.inputs, own, strict=True))
         data = {
             v for v, operand in zip(body.inputs, node.inputs, strict=True) if operand in self.data

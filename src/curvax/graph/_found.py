@@ -1,5 +1,7 @@
 """What is found of parameters: their uses, and what is on the way to these."""
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from curvax.graph._axes import Axes
@@ -40,11 +42,44 @@ class Found:
     """The layers that were tagged by hand: the node of each tag, and its parameters."""
     covered: dict[Node, set[Node]] = field(default_factory=dict)
     """What lies between the inputs and the outputs of each of these tags."""
+    readers: Counter[Operand] = field(default_factory=Counter)
+    """How often each operand is read."""
+    order: dict[Node, int] = field(default_factory=dict)
+    """The nodes, in the order in which they are computed."""
+    doubtful: set[Site] = field(default_factory=set)
+    """Sites that met nothing so far that differs from example to example."""
     views: dict[Operand, ParamView] = field(default_factory=dict)
     """All operands that are parameters, at most re-arranged."""
 
+    def is_param(self, operand: Operand) -> bool:
+        """Whether an operand is a parameter, at most re-arranged."""
+        return operand in self.views and self.views[operand].scale is None
+
+    def read_elsewhere(self, nodes: Collection[Node], tag: Node | None = None) -> int:
+        """How many values that some nodes compute from parameters are read by others, too.
+
+        What is tagged is not read by others: they read the tag.
+        """
+        inside: Counter[Operand] = Counter(tag.inputs) if tag is not None else Counter()
+        for node in nodes:
+            inside.update(node.inputs)
+        computed: set[Operand] = set(self.views)
+        for node in sorted(nodes, key=lambda node: self.order.get(node, 0)):
+            if not computed.isdisjoint(node.inputs):
+                computed.update(node.outputs)
+        outputs = {out for node in nodes for out in node.outputs}
+        found = (outputs & computed) - set(self.views)
+        return sum(self.readers[operand] > inside[operand] for operand in found)
+
     def add(self, param: int, use: Use) -> None:
         self.uses.setdefault(param, []).append(use)
+
+    def give_up(self, reason: str) -> None:
+        """Let no site be doubtful any more: none of these is one."""
+        for uses in self.uses.values():
+            uses[:] = [
+                Use(use.node, reason=reason) if use.site in self.doubtful else use for use in uses
+            ]
 
     def replace_site(self, old: Site, new: Site) -> None:
         """Put a site in the place of another wherever that is used."""

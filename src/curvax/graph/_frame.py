@@ -1,12 +1,16 @@
 """Where things stand in one body of a program, and what an operation with a parameter is there."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from curvax import _compat
 from curvax.graph._concatenated import ConcatView, Parts
+from curvax.graph._examples import Examples
 from curvax.graph._found import Found, SiteView, Use
 from curvax.graph._one_hot import as_lookup
 from curvax.graph._program import Constant, Node, Operand, Variable
@@ -21,7 +25,7 @@ from curvax.graph._sites import (
     scaled_further,
 )
 
-__all__ = ["OPERATIONS", "Frame", "View"]
+__all__ = ["NO_EXAMPLES", "OPERATIONS", "Frame", "View"]
 
 View = ParamView | SiteView | ConcatView | Parts
 
@@ -36,22 +40,45 @@ class Frame:
     data: set[Operand]
     made_by: dict[Operand, Node] = field(default_factory=dict)
     numbers: dict[Operand, Any] = field(default_factory=dict)
-    """Numbers that are computed from nothing but constants."""
+    """Numbers, and whole numbers in arrays, that are computed from nothing but constants."""
+    examples: Examples | None = None
+    for_each_example: bool = False
+    """Whether all of it is in a loop over examples."""
 
     def view(self, operand: Operand) -> View | None:
         return self.views.get(operand) if isinstance(operand, Variable) else None
 
     def compute(self, node: Node) -> None:
+        """Compute what an operation puts out, if that is small and depends on constants only."""
         values = [self.number(operand) for operand in node.inputs]
-        if all(value is not None for value in values):
-            self.numbers.update(
-                zip(node.outputs, _compat.run_equation(node.equation, values), strict=True)
-            )
+        if any(value is None for value in values) or not all(map(_is_small, node.outputs)):
+            return
+        outputs = _compat.run_now(node.equation, values)
+        if outputs is not None:
+            self.numbers.update(zip(node.outputs, outputs, strict=True))
 
     def number(self, operand: Operand) -> Any:
+        """The value of an operand, if that is known and small."""
         if isinstance(operand, Constant):
-            return None if operand.shape else operand.value
+            known = not operand.shape or _is_whole(jnp.result_type(operand.value))
+            return operand.value if known and math.prod(operand.shape) <= _SMALL else None
         return self.numbers.get(operand)
+
+    def is_known(self, operand: Operand) -> bool:
+        """Whether a value is the same for all examples, and that is known."""
+        return self.examples is not None and operand not in self.data
+
+    def differs(self, site: Site) -> bool:
+        """Whether what a site puts out differs from example to example, as far as is known.
+
+        Either there is an axis for examples, or all of it is in a loop over these, or the site is
+        at so many places that depend on examples that it must be: the edges of a graph, say.
+        """
+        if self.examples is None or self.examples.axes.get(site.output):
+            return True
+        places = math.prod(site.output.shape[axis] for axis in site.positions)
+        many = self.for_each_example or places >= self.examples.batch_size
+        return many and site.output in self.data
 
     def dense(self, node: Node, view: ParamView, number: int) -> Site | str:
         site = dense_site(node, view, is_left=number == 0)
@@ -62,8 +89,6 @@ class Frame:
     def gather(self, node: Node, view: ParamView, number: int) -> Site | str:
         if number != 0:
             return "it is used as an index"
-        if node.inputs[1] not in self.data and isinstance(node.inputs[1], Constant):
-            return "a fixed part of it is cut out"
         if view.scale is not None:
             return "it is multiplied with a constant before it is indexed"
         return embedding_site(node, view)
@@ -71,7 +96,7 @@ class Frame:
     def scale(self, node: Node, view: ParamView, number: int) -> Site | str:
         other = node.inputs[1 - number]
         if not self._meets_data(node, view, other):
-            return "it passes through a function before it meets data"
+            return NO_EXAMPLES
         return elementwise_site(node, self._spread(node, view), other, "scale")
 
     def scale_further(self, node: Node, views: Sequence[View | None]) -> None:
@@ -90,7 +115,7 @@ class Frame:
     def shift(self, node: Node, view: ParamView, number: int) -> Use | str:
         other = node.inputs[1 - number]
         if not self._meets_data(node, view, other):
-            return "it passes through a function before it meets data"
+            return NO_EXAMPLES
         if view.scale is not None:
             return "it is multiplied with a constant before it is added"
         spread = self._spread(node, view)
@@ -108,7 +133,8 @@ class Frame:
         return Use(node, alone)
 
     def _meets_data(self, node: Node, view: ParamView, other: Operand) -> bool:
-        return other in self.data or view.axes.shape != node.outputs[0].shape
+        known = self.examples is not None
+        return known or other in self.data or view.axes.shape != node.outputs[0].shape
 
     def _spread(self, node: Node, view: ParamView) -> ParamView:
         """The parameter broadcast to the result: an axis of size one stands for a longer one."""
@@ -118,6 +144,19 @@ class Frame:
         # A number has no axes to begin with; anything else has as many as the result.
         axes = range(len(shape)) if view.axes.dims else ()
         return replace(view, axes=view.axes.broadcast(shape, axes))
+
+
+_SMALL = 65536
+NO_EXAMPLES = "it meets nothing that differs from example to example"
+
+
+def _is_whole(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _is_small(output: Variable) -> bool:
+    known = output.dtype is not None and (not output.shape or _is_whole(output.dtype))
+    return known and math.prod(output.shape) <= _SMALL
 
 
 def _is_scale(site: Site) -> bool:

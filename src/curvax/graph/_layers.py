@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from curvax.graph._axes import Arrangement
 from curvax.graph._find import find_uses
 from curvax.graph._found import Found, Use
+from curvax.graph._frame import NO_EXAMPLES
 from curvax.graph._patterns import Match
 from curvax.graph._program import Node, Program, Variable
 from curvax.graph._sites import Cut, Site
@@ -69,6 +70,11 @@ class Layer:
         return len(self.sites) + len(self.places) + len(self.matched)
 
     @property
+    def remark(self) -> str:
+        """What there is to say about it if it is known."""
+        return f"{self.uncovered} more uses are not covered by the layer" if self.uncovered else ""
+
+    @property
     def is_generic(self) -> bool:
         """Whether nothing is known of it but its parameter."""
         return self.tag_name == generic_tag.name
@@ -90,6 +96,7 @@ def build_layers(
     if not only_generic:
         layers += _matched_layers(found, uses, matched, layers)
     left = [param for param in uses if not any(param in layer.params for layer in layers)]
+    _leave_what_is_taken(uses, left)
     if only_generic:
         layers += [_generic(param, "only generic layers were asked for") for param in left]
         return sorted(layers, key=lambda layer: layer.params)
@@ -103,7 +110,7 @@ def build_layers(
 
 def tagged_layers(program: Program, params: Sequence[Variable]) -> list[Layer]:
     """The layers of a program whose layers are all tagged."""
-    found = find_uses(program, params)
+    found = find_uses(program, params, is_tagged=True)
     layers = _tagged_layers(found, {number: list(uses) for number, uses in found.uses.items()})
     return sorted(layers, key=lambda layer: layer.params)
 
@@ -113,10 +120,11 @@ def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) 
     own = uses[param]
     if not own:
         return _generic(param, _UNUSED)
-    reasons = list(dict.fromkeys(use.reason for use in own if use.site is None))
+    counting = _counting(own)
+    reasons = list(dict.fromkeys(use.reason for use in counting if use.site is None))
     if reasons:
         return _generic(param, "; ".join(reasons))
-    sites = [use.site for use in own if use.site is not None]
+    sites = [use.site for use in counting if use.site is not None]
     if all(_is_bias(param, site) for site in sites):
         return None
     names = {pattern_of(site) for site in sites}
@@ -128,7 +136,16 @@ def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) 
     numbers = tuple(view.param for view in sites[0].params)
     # A table that is also a matrix is registered as the table.
     first = min((site.tag.name for site in sites), key=lambda name: name != "embedding_tag")
-    return Layer(first, numbers, tuple(sites))
+    return Layer(first, numbers, tuple(sites), uncovered=len(own) - len(counting))
+
+
+def _counting(uses: Sequence[Use]) -> Sequence[Use]:
+    """The uses that count: those that differ from example to example, if there are such.
+
+    Others are there where a derivative of a network, in a direction that is the same for all
+    examples, is part of a loss.
+    """
+    return [use for use in uses if use.reason != NO_EXAMPLES] or uses
 
 
 def _generic(param: int, reason: str) -> Layer:
@@ -186,13 +203,21 @@ def _separate_biases(
         if not joined or _is_bias(param, joined[0]):
             continue
         biases = {site.params[1].param for site in joined}
-        together = len(joined) == len(uses[param]) and len(biases) == 1
+        together = len(joined) == len(_counting(uses[param])) and len(biases) == 1
         (bias, *_) = biases
         complete = together and bias in left and _sites(uses[bias]) == set(joined)
         wanted = not any(pattern_of(site) in skipped for site in joined)
         if not (complete and wanted and _go_together(joined)):
             for site in joined:
                 _take_apart(uses, site)
+
+
+def _leave_what_is_taken(uses: dict[int, list[Use]], left: Sequence[int]) -> None:
+    """Take biases apart from weights that are in a layer already, and weights from biases."""
+    for param in left:
+        for use in list(uses[param]):
+            if use.site is not None and not {v.param for v in use.site.params} <= set(left):
+                _take_apart(uses, use.site)
 
 
 def _sites(uses: Sequence[Use]) -> set[Site | None]:
@@ -243,7 +268,8 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
         own = [view for view in views if view is not None]
         cuts = tuple(view.cuts for view in own)
         place = Place(node, tuple(map(bool, own[0].axes.looped)), cuts)
-        layers[key] = replace(before, places=(*before.places, place))
+        bypassed = before.uncovered + found.read_elsewhere(found.covered[node], node)
+        layers[key] = replace(before, places=(*before.places, place), uncovered=bypassed)
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
     return _with_uncovered(layers.values(), uses)
@@ -265,7 +291,10 @@ def _matched_layers(
         covered.update(match.nodes)
         taken.update(params)
         layer = layers.get(key, Layer(match.pattern.tag_primitive.name, params))
-        layers[key] = replace(layer, matched=(*layer.matched, match))
+        # What the whole puts out is tagged, and read from the tag.
+        bypassed = layer.uncovered + found.read_elsewhere(match.nodes)
+        bypassed -= found.readers[match.nodes[0].outputs[0]] > 0
+        layers[key] = replace(layer, matched=(*layer.matched, match), uncovered=bypassed)
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in match.nodes]
     return _with_uncovered(layers.values(), uses)
@@ -273,4 +302,4 @@ def _matched_layers(
 
 def _with_uncovered(layers: Iterable[Layer], uses: dict[int, list[Use]]) -> list[Layer]:
     counted = lambda layer: sum(len(uses[param]) for param in layer.params)
-    return [replace(layer, uncovered=counted(layer)) for layer in layers]
+    return [replace(layer, uncovered=layer.uncovered + counted(layer)) for layer in layers]

@@ -27,6 +27,7 @@ def as_lookup(site: Site, made_by: Mapping[Operand, Node]) -> Site:
         tag=embedding_tag,
         factors=(indices,),
         input_arrangement=Arrangement.of(axes, [positions]),
+        constants=(("rows", (vectors.shape[-1], False)),),
     )
 
 

@@ -7,11 +7,14 @@ checks that nothing was lost. Everything else in this room and above it starts f
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, TreeDef
+from curvax.graph._examples import find_examples
 from curvax.graph._find import find_uses
 from curvax.graph._layers import Layer, build_layers
 from curvax.graph._needed import needed_for
@@ -24,9 +27,9 @@ from curvax.graph._patterns import (
 from curvax.graph._program import Node, Program, Variable, read
 from curvax.graph._run import run
 from curvax.graph._tagging import TagSites, is_loss, tag_generic
-from curvax.tags import noted_registrations
+from curvax.tags import Tag, noted_registrations
 
-__all__ = ["Options", "Registration", "RegistrationError", "register"]
+__all__ = ["Options", "Registration", "RegistrationError", "check_tags", "register"]
 
 
 class RegistrationError(ValueError):
@@ -104,22 +107,25 @@ def register(
             f"{where}: params_index={params_index} is out of range of {len(args)} arguments."
         )
     params_index %= len(args)
+    _check_real(args[params_index], where)
     with noted_registrations() as noted:
         closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
     program = read(closed)
     losses = [node for node in program.all_nodes() if is_loss(node)]
+    check_tags(program, options.through_custom, where)
     _check_losses(losses, noted, where)
     before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
     needed = needed_for(program, is_loss)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
-    found = find_uses(needed, params, options.through_custom)
+    examples = find_examples(func, args, params_index, program, losses)
+    found = find_uses(needed, params, options.through_custom, examples)
     matched = [
         match
         for pattern in options.patterns
         if not pattern.is_default and pattern.name not in options.skipped
-        for match in matches(pattern, needed, found.views.__contains__, options.comparator)
+        for match in matches(pattern, needed, found.is_param, options.comparator)
     ]
     layers = build_layers(found, options.all_skipped, options.only_generic, matched)
     registration = Registration(
@@ -138,15 +144,58 @@ def register(
     return registration
 
 
+def _check_real(params: PyTree, where: str) -> None:
+    """All parameters are arrays that have derivatives."""
+    kind: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
+    wrong = [
+        f"{jax.tree_util.keystr(path)} ({kind(leaf) or type(leaf).__name__})"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if kind(leaf) is None or not jnp.issubdtype(kind(leaf), jnp.inexact)
+    ]
+    if wrong:
+        raise TypeError(
+            f"{where}: parameters are arrays of real or complex numbers, but {', '.join(wrong)} "
+            f"are not. Keep them out of the parameters, as with equinox.partition."
+        )
+
+
+def check_tags(program: Program, through_custom: bool, where: str) -> None:
+    """Tags are only where they can be used."""
+    for node in program.all_nodes():
+        if node.kind == "opaque":
+            pairs = _compat.primitives_inside(node.equation)
+            inside = [_described(tag, params) for tag, params in pairs if isinstance(tag, Tag)]
+            if inside:
+                raise RegistrationError(
+                    f"{where}: {', '.join(sorted(set(inside)))} is inside of `{node.name}`, where "
+                    f"it cannot be used. Register losses and layers outside of `cond`, `while` and "
+                    f"`shard_map`; put a `shard_map` around curvax's functions instead."
+                )
+        if node.kind == "custom" and node.body is not None and not through_custom:
+            inner = [(n.equation.primitive, n.params) for n in node.body.all_nodes()]
+            tags = [_described(tag, params) for tag, params in inner if isinstance(tag, Tag)]
+            if tags:
+                raise RegistrationError(
+                    f"{where}: {', '.join(sorted(set(tags)))} is inside of "
+                    f"`{_compat.function_name(node.equation)}`, which has derivatives of its own. "
+                    f"Tag what it is called with and what it returns, or say "
+                    f"through_custom_derivatives=True, which differentiates through its body."
+                )
+
+
+def _described(tag: Tag, params: dict[str, Any]) -> str:
+    return f"{tag.name} (registered at {params['where']})" if "where" in params else tag.name
+
+
 def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> None:
     found = {node.params["where"] for node in losses}
     lost = [place for place in dict.fromkeys(noted) if place not in found]
     if lost:
         raise RegistrationError(
             f"{where}: a loss that was registered at {', '.join(lost)} is not in the traced "
-            f"program. A loss inside of `cond` or `while` cannot be used; and where a gradient is "
-            f"traced, JAX drops what the gradient does not need inside of `jit`, `checkpoint` and "
-            f"`scan`: compute with what register_* returns, or give the function itself instead."
+            f"program. Where a gradient is traced, JAX drops what the gradient does not need "
+            f"inside of `jit`, `checkpoint` and `scan`: compute with what register_* returns, or "
+            f"give the function itself instead."
         )
     if not losses:
         raise RegistrationError(
@@ -156,13 +205,14 @@ def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> N
 
 
 def _check_structured(registration: Registration, where: str) -> None:
-    generic = [
-        f"\n  {registration.names[layer.params[0]]}: {layer.reason}"
+    wrong = [
+        f"\n  {registration.names[layer.params[0]]}: {layer.reason or layer.remark}"
         for layer in registration.layers
-        if layer.is_generic
+        if layer.is_generic or layer.uncovered
     ]
-    if generic:
+    if wrong:
         raise RegistrationError(
-            f"{where}: with strict=True every parameter must belong to a layer that is known, but "
-            f"{len(generic)} of {len(registration.names)} do not:{''.join(generic)}"
+            f"{where}: with strict=True every parameter must belong to a layer that is known, in "
+            f"all that is done with it, but {len(wrong)} of {len(registration.names)} do not:"
+            f"{''.join(wrong)}"
         )

@@ -89,7 +89,7 @@ def explain_registration(
         ['dense_tag', 'generic_tag', 'dense_tag']
     """
     where = "curvax.explain_registration"
-    for name in ("compute_only_loss_tags", "allow_multiple_registrations"):
+    for name in ("compute_only_loss_tags", "allow_multiple_registrations", "allow_unused_params"):
         auto_register_kwargs.pop(name, None)
     options = registration_options(**auto_register_kwargs, where=where)
     registration = register(func, func_args, params_index, options, where)
@@ -110,14 +110,8 @@ def _row(registration: Registration, number: int, shape: tuple[int, ...]) -> Par
         name_of(registration, layer),
         layer.tag_name,
         layer.num_sites,
-        layer.reason or _remark(layer),
+        layer.reason or layer.remark,
     )
-
-
-def _remark(layer: Layer) -> str:
-    if layer.uncovered:
-        return f"{layer.uncovered} more uses are not covered by the layer"
-    return ""
 
 
 def name_of(registration: Registration, layer: Layer) -> str:

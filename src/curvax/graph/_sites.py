@@ -245,8 +245,13 @@ def embedding_site(node: Node, table: ParamView) -> Site | str:
         Arrangement.of(their_axes, [_joined(their_axes)]),
         (table,),
         (layout,),
-        (("column", starts.index(row)),),
+        (("column", starts.index(row)), ("rows", (table.axes.shape[row], _is_clipped(node)))),
     )
+
+
+def _is_clipped(node: Node) -> bool:
+    """Whether an index outside of a table stands for the row that is next."""
+    return "clip" in str(node.params.get("mode")).lower()
 
 
 def conv_site(node: Node, kernel: ParamView) -> Site | str:
@@ -330,8 +335,8 @@ def join(site: Site, node: Node, axes: Axes, bias: ParamView) -> Site | None:
     if set(matched) != {*heads, *features}:
         return None
     loops = _joined(bias.axes.looped)
-    sizes = lambda atoms: [atom.size for atom in atoms]
-    if sizes(loops) != sizes(site.layouts[0].loops):
+    lengths = lambda view: [[atom.size for atom in dim] for dim in view.axes.looped]
+    if lengths(bias) != lengths(site.params[0]):
         return None
     own = tuple(matched[atom] for atom in (*heads, *features))
     cut = len(heads)
@@ -357,7 +362,7 @@ def _match(mine: Sequence[Atom], theirs: Sequence[Atom]) -> dict[Atom, Atom] | N
     """Each of my atoms with its own part of theirs, which are split where need be."""
     rest, pairs = list(theirs), {}
     for atom in mine:
-        if not rest or rest[0].size % atom.size:
+        if not rest or not atom.size or rest[0].size % atom.size:
             return None
         part = rest.pop(0)
         if part.size > atom.size:

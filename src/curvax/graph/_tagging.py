@@ -72,7 +72,7 @@ def is_loss(node: Node) -> bool:
 
 def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]:
     """The parameters, those of generic layers tagged."""
-    generic = {layer.params[0] for layer in layers if layer.is_generic}
+    generic = {layer.params[0] for layer in layers if layer.is_generic and not layer.places}
     return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
 
 
@@ -109,6 +109,8 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
     arrangement = site.output_arrangement
     if "column" in constants:  # Indices have an axis for the axes that they index.
         factors = [factors[0][..., constants.pop("column")]]
+    if "rows" in constants:
+        factors = [_rows(factors[0], *constants.pop("rows"))]
     if site.input_arrangement is None:
         taken = arrangement.apply(_product(factors, output.shape, site.part))
     else:
@@ -117,6 +119,13 @@ def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
         constants["layer"] = layer.tag_name
     tagged = site.tag.bind(arrangement.apply(output), taken, *params, **constants)
     return arrangement.undo(tagged)
+
+
+def _rows(indices: Array, number: int, clipped: bool) -> Array:
+    """Indices of rows that there are; any that is none is the number of rows."""
+    if clipped:
+        return jnp.clip(indices, 0, number - 1)
+    return jnp.where((indices >= 0) & (indices < number), indices, number)
 
 
 def _tag_match(match: Match, output: Array, values: Values) -> Array:

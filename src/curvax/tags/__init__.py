@@ -22,3 +22,4 @@ from curvax.tags._register import (
     register_scale_and_shift as register_scale_and_shift,
     scale_and_shift_tag as scale_and_shift_tag,
 )
+from curvax.tags._tag import Tag as Tag

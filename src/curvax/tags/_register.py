@@ -132,7 +132,7 @@ def register_embedding(y: Array, indices: Array, table: Array) -> Array:
 
     Arguments:
         y: the output, of shape `indices.shape + table.shape[1:]`.
-        indices: which rows, integers.
+        indices: which rows, integers; one that is the number of rows stands for no row.
         table: the rows.
 
     Returns:

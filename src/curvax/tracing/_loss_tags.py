@@ -93,7 +93,7 @@ def loss_tags_jvp(
         func_args: Sequence[PyTree], params_tangents: PyTree
     ) -> tuple[Losses, tuple[tuple[Array, ...], ...]]:
         at = traced.at(func_args)
-        tangents = jax.tree.leaves(params_tangents)
+        tangents = _like_params(at, params_tangents, "curvax.loss_tags_jvp")
         dependants, moved, (others, _) = jax.jvp(at, (at.params,), (tangents,), has_aux=True)
         return at.losses(dependants, others), tuple(map(tuple, moved))
 
@@ -124,6 +124,7 @@ def loss_tags_hvp(
 
     def hvp_at(func_args: Sequence[PyTree], params_tangents: PyTree) -> tuple[PyTree, Losses]:
         at = traced.at(func_args)
+        tangents = _like_params(at, params_tangents, "curvax.loss_tags_hvp")
 
         def total(params: Sequence[Array]) -> tuple[Array, Any]:
             dependants, (others, _) = at(params)
@@ -131,7 +132,6 @@ def loss_tags_hvp(
             return sum(values[1:], start=values[0]), (dependants, others)
 
         def slope(params: Sequence[Array]) -> tuple[Array, Any]:
-            tangents = jax.tree.leaves(params_tangents)
             _, moved, found = jax.jvp(total, (params,), (tangents,), has_aux=True)
             return moved, found
 
@@ -159,6 +159,19 @@ def _losses_only(func: Fun, params_index: int, where: str) -> TracedFunction:
 
 def _as_params(at: LossMap, leaves: Sequence[Array]) -> PyTree:
     return jax.tree.unflatten(at.processed.params_tree, list(leaves))
+
+
+def _like_params(at: LossMap, tangents: PyTree, where: str) -> list[Array]:
+    """Tangents of parameters as the user gave them, checked."""
+    tree, leaves = jax.tree.structure(tangents), jax.tree.leaves(tangents)
+    shapes = lambda arrays: [jnp.shape(x) for x in arrays]
+    if tree != at.processed.params_tree or shapes(leaves) != shapes(at.params):
+        raise ValueError(
+            f"{where}: tangents of the parameters are like the parameters, "
+            f"{at.processed.params_tree} of the shapes {shapes(at.params)}, got {tree} of "
+            f"{shapes(leaves)}."
+        )
+    return leaves
 
 
 def like_dependants(

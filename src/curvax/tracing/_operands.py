@@ -1,10 +1,11 @@
 """From the operands of a loss tag to the loss.
 
 Inside of loops and of `jax.vmap`, a loss is registered many times at once: its arrays have axes in
-front. All of it is one loss, with these axes merged into that of the batch.
+front. All of it is one loss, with these axes merged into that of the batch. Inside of `jax.vmap`,
+predictions with two axes and more are a batch, and with fewer those of a single example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from curvax.graph import Node
 from curvax.tags import LossTag
 
 __all__ = ["LossOperands"]
+
+_NUMBERS = ("weight", "variance")
+"""Arguments of losses that are numbers, unless they are given for each example."""
 
 
 class LossOperands:
@@ -27,17 +31,25 @@ class LossOperands:
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, tag.least_axes)
+        # A vector inside of vmap is one example's, and not a batch of numbers.
+        least_axes = max(tag.least_axes, 2 if node.params["stacked"] else 1)
+        shared = {k for k, name in enumerate(node.params["args_names"]) if name in _NUMBERS}
+        arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
         self.dependants = tuple(arrays[:count])
         self.others = tuple(arrays[count:])
 
 
 def _merged(
-    arrays: list[Array], stacked: Sequence[Sequence[bool]], num_dependants: int, least_axes: int
+    arrays: list[Array],
+    stacked: Sequence[Sequence[bool]],
+    num_dependants: int,
+    least_axes: int,
+    shared: Collection[int],
 ) -> list[Array]:
     """All arrays with the axes in front merged into one, along which each has its own part.
 
-    `stacked` says for each such axis which arrays have it.
+    `stacked` says for each such axis which arrays have it. Those that are `shared` may also be
+    numbers that are the same everywhere.
     """
     if not stacked:
         return arrays
@@ -52,7 +64,7 @@ def _merged(
     for number, (x, own) in enumerate(zip(full, arrays, strict=True)):
         plain = own.ndim - count[number] == 0
         if plain and number >= num_dependants:
-            if not count[number]:
+            if not count[number] and number in shared:
                 merged.append(own)  # A number that is the same everywhere.
                 continue
             x = jnp.broadcast_to(x.reshape(*x.shape, *[1] * len(batch)), (*sizes, *batch))

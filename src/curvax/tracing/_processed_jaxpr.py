@@ -13,6 +13,7 @@ from curvax.graph import (
     Program,
     RegistrationError,
     auto_register_tags as tag_layers,
+    check_tags,
     is_loss,
     read,
     tagged_layers,
@@ -131,6 +132,8 @@ class ProcessedJaxpr:
             options |= auto_registration_kwargs
             func = tag_layers(func, args, params_index, **options)
         traced = jax.make_jaxpr(func)(*args)
+        through_custom = auto_registration_kwargs.get("through_custom_derivatives", False)
+        check_tags(read(traced), through_custom, "curvax.ProcessedJaxpr")
         tree = jax.tree.structure(args)
         index = params_index % len(args)
         return cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)

@@ -44,8 +44,8 @@ def layer_statistics(
 
     Equal to what `rule` makes of the inputs and cotangents that `layer_tags_vjp` returns, summed
     over the places where a layer is applied and over the steps of loops, except that these are
-    never held. For stacked layers that a `scan` goes through there is one statistic for each of
-    them, along axes in front.
+    never held, and that places from which nothing comes back are left out. For stacked layers that
+    a `scan` goes through there is one statistic for each of them, along axes in front.
 
     Arguments:
         func: a function that registers at least one loss.
@@ -102,38 +102,44 @@ def layer_statistics(
 class _Total:
     """A sum over all places that have a statistic of one name: its type, and what it has axes for.
 
-    `loops` are those that take one slice of the layer's parameters in each step, at any of the
-    places, and `lengths` their lengths.
+    `loops` are those that take one slice of the layer's parameters in each step, `lengths` their
+    lengths, and `cuts` which part of the parameters it is about.
     """
 
     shapes: Sequence[jax.ShapeDtypeStruct]
     tree: Any
     lengths: tuple[int, ...]
-    loops: set[Node]
+    loops: tuple[Node, ...]
+    cuts: Any
 
     def zeros(self) -> list[Array]:
         return [jnp.zeros((*self.lengths, *x.shape), x.dtype) for x in self.shapes]
 
 
+_Key = tuple[int, str, tuple[Node, ...]]
+"""The number of a layer, the name of a statistic, and the loops that it has axes for."""
+
+
 class _Probes(AtLosses):
-    """Hooks that put a probe at each tag of a layer. Keys are the number of a layer and a name."""
+    """Hooks that put a probe at each tag of a layer."""
 
     def __init__(self, at: LossMap, rule: LayerRule, where: str) -> None:
         self._layers = at.processed.layers
         self._where = where
-        self._totals: dict[tuple[int, str], _Total] = {}
-        self._at: dict[Node, dict[tuple[int, str], Statistic]] = {}
+        self._totals: dict[_Key, _Total] = {}
+        self._at: dict[Node, dict[_Key, Statistic]] = {}
         for number, layer in enumerate(self._layers):
             for place in layer.places:
                 loops = loops_around(at.processed.program, place.node) or ()
-                own = [loop for loop, is_own in zip(loops, place.stacked, strict=True) if is_own]
-                statistics = {(number, name): f for name, f in rule(layer, place).items()}
-                self._at[place.node] = statistics
-                for key, statistic in statistics.items():
-                    self._add(key, self._total(key, statistic, place.node, own))
+                own = tuple(loop for loop, has in zip(loops, place.stacked, strict=True) if has)
+                self._at[place.node] = {}
+                for name, statistic in rule(layer, place).items():
+                    key = number, name, own
+                    self._at[place.node][key] = statistic
+                    self._add(key, self._total(name, statistic, place, own))
 
     @property
-    def keys(self) -> list[tuple[int, str]]:
+    def keys(self) -> list[_Key]:
         return list(self._totals)
 
     def zeros(self) -> list[list[Array]]:
@@ -142,8 +148,11 @@ class _Probes(AtLosses):
     def by_layer(self, found: Sequence[Sequence[Array]]) -> list[dict[str, PyTree]]:
         layers: list[dict[str, PyTree]] = [{} for _ in self._layers]
         for (key, total), leaves in zip(self._totals.items(), found, strict=True):
-            number, name = key
-            layers[number][name] = jax.tree.unflatten(total.tree, leaves)
+            number, name, _ = key
+            value = jax.tree.unflatten(total.tree, leaves)
+            if name in layers[number]:  # In other loops.
+                value = jax.tree.map(jnp.add, layers[number][name], value)
+            layers[number][name] = value
         return layers
 
     def keys_at_layer(self, node: Node) -> Collection[Any] | None:
@@ -167,8 +176,9 @@ class _Probes(AtLosses):
         return probe(outputs, inputs, jax.tree.leaves(zeros), rule), {}
 
     def _total(
-        self, key: tuple[int, str], statistic: Statistic, node: Node, loops: Sequence[Node]
+        self, name: str, statistic: Statistic, place: Place, loops: tuple[Node, ...]
     ) -> _Total:
+        node = place.node
         num_inputs = node.equation.primitive.num_inputs
         shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.equation.invars]
         cut = len(node.outputs)
@@ -176,20 +186,21 @@ class _Probes(AtLosses):
         leaves, tree = jax.tree.flatten(jax.eval_shape(statistic, inputs, outputs))
         if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
             raise ValueError(
-                f"{self._where}: the statistic {key[1]!r} of {node.name} is of the types "
+                f"{self._where}: the statistic {name!r} of {node.name} is of the types "
                 f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
             )
         lengths = tuple(_compat.ScanForm.of(loop.equation).length for loop in loops)
-        return _Total(leaves, tree, lengths, set(loops))
+        return _Total(leaves, tree, lengths, loops, place.cuts)
 
-    def _add(self, key: tuple[int, str], total: _Total) -> None:
-        before = self._totals.setdefault(key, total)
-        kind = lambda t: (t.tree, t.lengths, [(x.shape, x.dtype) for x in t.shapes])
-        if kind(before) != kind(total):
-            number, name = key
+    def _add(self, key: _Key, total: _Total) -> None:
+        number, name, _ = key
+        alike = [t for (n, other, _), t in self._totals.items() if (n, other) == (number, name)]
+        self._totals.setdefault(key, total)
+        kind = lambda t: (t.tree, t.lengths, t.cuts, [(x.shape, x.dtype) for x in t.shapes])
+        if any(kind(before) != kind(total) for before in alike):
             raise ValueError(
                 f"{self._where}: the statistic {name!r} of the layer with the parameters "
-                f"{self._layers[number].params} is of the shapes {kind(before)[1:]} at one place "
-                f"and {kind(total)[1:]} at another. Give them different names."
+                f"{self._layers[number].params} is of the shapes {kind(alike[0])[1:]} at one place "
+                f"and {kind(total)[1:]} at another, or of another part of the parameters. Give "
+                f"them different names."
             )
-        before.loops |= total.loops

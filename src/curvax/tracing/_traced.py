@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.graph import (
+    REARRANGED,
     Collected,
     Given,
     Node,
@@ -35,8 +36,13 @@ class TracedFunction:
     """Whether other shapes must give the same operations."""
     known: dict[Any, ProcessedJaxpr] = field(default_factory=dict)
 
-    def at(self, func_args: Sequence[PyTree]) -> "LossMap":
+    def at(self, func_args: Any) -> "LossMap":
         """The function at these arguments."""
+        if not isinstance(func_args, tuple | list):
+            raise TypeError(
+                f"{self.where}: the arguments of the function are given as one sequence, such as "
+                f"(params, batch), got {type(func_args).__name__}."
+            )
         leaves, tree = jax.tree.flatten(tuple(func_args))
         key = tree, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         if key in self.known:
@@ -51,13 +57,19 @@ class TracedFunction:
         if not (self.same_graph and self.known):
             return
         before = next(iter(self.known.values()))
-        names = lambda p: [node.name for node in p.program.all_nodes()]
-        if names(before) != names(processed):
+        if _outline(before) != _outline(processed):
             raise ValueError(
                 f"{self.where}: with these arguments the function does other things than with the "
                 f"first ones, so that its layers are not the same. If that is meant, say "
                 f"raise_error_on_diff_jaxpr=False."
             )
+
+
+def _outline(processed: ProcessedJaxpr) -> Any:
+    """What a function does, but for what it only does to fit shapes."""
+    layers = [(layer.tag_name, layer.params, layer.num_sites) for layer in processed.layers]
+    names = [node.name for node in processed.program.all_nodes()]
+    return layers, [name for name in names if name not in (*REARRANGED, "slice", "split")]
 
 
 @dataclass(frozen=True)
