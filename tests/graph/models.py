@@ -467,6 +467,13 @@ SPELLINGS += [
         {"t": "scale_and_shift_tag"},
     ),
     Spelling(
+        "positions, looked up and as they are",
+        lambda p, x: x + row(p["t"][jnp.arange(7)], x) + row(p["t"], jnp.sin(x)),
+        {"t": normal(1, 7, 3)},
+        SEQUENCE,
+        {"t": "scale_and_shift_tag"},
+    ),
+    Spelling(
         "one example after the other",
         lambda p, x: lax.map(lambda x: x @ p["w"] + p["b"], x),
         {"w": W, "b": B},
@@ -538,6 +545,13 @@ GENERIC = [
         "a known matrix times it",
         lambda p, x: x[0] @ (x[1] @ p["w"]),
         {"w": W},
+        (X, normal(3, 3, 3)),
+        "meets nothing that differs from example to example",
+    ),
+    Generic(
+        "put together and multiplied with a known matrix",
+        lambda p, x: x[0] @ (x[1] @ jnp.concatenate([p["a"], p["b"]], axis=1)),
+        {"a": W, "b": W},
         (X, normal(3, 3, 3)),
         "meets nothing that differs from example to example",
     ),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from curvax.graph._program import Node
 from curvax.graph._sites import Cut, ParamView
 
-__all__ = ["cut_further", "cut_out"]
+__all__ = ["cut_out", "cut_piece"]
 
 
 def cut_out(node: Node, view: ParamView) -> list[ParamView] | str:
@@ -24,14 +24,15 @@ def cut_out(node: Node, view: ParamView) -> list[ParamView] | str:
             return "parts of it are cut out that are not in one piece"
         bounds = zip(node.params["start_indices"], node.params["limit_indices"], strict=True)
         pieces = [{axis: (int(a), int(b)) for axis, (a, b) in enumerate(bounds)}]
-    views = [_piece(view, piece) for piece in pieces]
+    views = [cut_piece(view, piece) for piece in pieces]
     found = [v for v in views if v is not None]
     if len(found) < len(views):
         return "parts of it are cut out that are not in one piece"
     return [replace(v, operand=output) for v, output in zip(found, node.outputs, strict=True)]
 
 
-def _piece(view: ParamView, bounds: dict[int, tuple[int, int]]) -> ParamView | None:
+def cut_piece(view: ParamView, bounds: dict[int, tuple[int, int]]) -> ParamView | None:
+    """What is within bounds along some axes; None if that is not in one piece."""
     for axis, (start, stop) in bounds.items():
         if (start, stop) == (0, view.axes.shape[axis]):
             continue
@@ -39,13 +40,13 @@ def _piece(view: ParamView, bounds: dict[int, tuple[int, int]]) -> ParamView | N
         if found is None:
             return None
         axes, own = found
-        view = (
-            replace(view, axes=axes) if own is None else cut_further(replace(view, axes=axes), own)
-        )
+        view = replace(view, axes=axes)
+        if own is not None:
+            view = _cut_further(view, own)
     return view
 
 
-def cut_further(view: ParamView, cut: Cut) -> ParamView:
+def _cut_further(view: ParamView, cut: Cut) -> ParamView:
     """What is left of a parameter if a piece is cut out of what was left already."""
     axis, start, stop = cut
     before = {a: first for a, first, _ in view.cuts}.get(axis, 0)

@@ -17,7 +17,7 @@ import numpy as np
 from curvax import _compat
 from curvax.graph._axes import Axes
 from curvax.graph._concatenated import ConcatView, Parts, dense_parts, put_beside, shift_parts
-from curvax.graph._cut import cut_further, cut_out
+from curvax.graph._cut import cut_out, cut_piece
 from curvax.graph._examples import Examples
 from curvax.graph._found import Found, SiteView, Use
 from curvax.graph._frame import NO_EXAMPLES, OPERATIONS, Frame, View
@@ -214,13 +214,11 @@ class _Walk(Frame):
         first, last = int(rows[0]), int(rows[0]) + rows.size
         in_order = first >= 0 and last <= view.axes.shape[0] and np.all(np.diff(rows) == 1)
         whole_rows = site.layouts[0].inputs == view.axes.dims[0]
-        found = view.axes.cut(0, first, last) if in_order and whole_rows else None
-        if found is None:
+        piece = cut_piece(view, {0: (first, last)}) if in_order and whole_rows else None
+        if piece is None:
             return False
-        axes, cut = found
         (output,) = node.outputs
-        moved = replace(view, axes=axes, operand=output)
-        self.views[output] = moved if cut is None else cut_further(moved, cut)
+        self.views[output] = replace(piece, operand=output)
         return True
 
     def _put_together(self, node: Node, params: Sequence[ParamView]) -> None:
@@ -256,6 +254,8 @@ class _Walk(Frame):
         for k, param in enumerate(view.params):
             use = Use(node, sites.sites[k], alone=None if alone is None else alone.sites[k])
             self.found.add(param.param, use)
+            if not self.differs(sites.sites[k]):
+                self.found.doubtful.add(sites.sites[k])
         self.views[node.outputs[0]] = sites
 
     def _rearrange(self, node: Node, view: View, output: Variable) -> None:
