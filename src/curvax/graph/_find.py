@@ -128,9 +128,9 @@ class _Walk(Frame):
             for view in params
         ]
         self.found.explicit.append((node, own))
-        self.found.covered[node] = self._between(
-            node.inputs[: tag.num_outputs], node.inputs[tag.num_outputs :]
-        )
+        cut = tag.num_outputs
+        between = lambda: self._between(node.inputs[:cut], node.inputs[cut:])
+        self.found.covered[node] = set() if self.finder.is_tagged else between()
 
     def _between(self, outputs: Sequence[Operand], inputs: Sequence[Operand]) -> set[Node]:
         """The nodes by which the outputs were computed, back to the inputs."""

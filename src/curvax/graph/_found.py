@@ -60,6 +60,8 @@ class Found:
 
         What is tagged is not read by others: they read the tag.
         """
+        if not nodes:
+            return 0
         inside: Counter[Operand] = Counter(tag.inputs) if tag is not None else Counter()
         for node in nodes:
             inside.update(node.inputs)

@@ -111,7 +111,7 @@ def build_layers(
 def tagged_layers(program: Program, params: Sequence[Variable]) -> list[Layer]:
     """The layers of a program whose layers are all tagged."""
     found = find_uses(program, params, is_tagged=True)
-    layers = _tagged_layers(found, {number: list(uses) for number, uses in found.uses.items()})
+    layers = _tagged_layers(found, {number: [] for number in found.uses})
     return sorted(layers, key=lambda layer: layer.params)
 
 
