@@ -45,6 +45,8 @@ class Report:
 
     title: str
     quick: bool = False
+    path: Path | None = None
+    """Where it is to be written, if it is."""
     lines: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_claims: int = 0
@@ -80,14 +82,14 @@ class Report:
         else:
             self.claim(text, ok)
 
-    def finish(self, path: Path | None) -> None:
-        """Count the claims, write the report if a path is given, and exit."""
+    def finish(self) -> None:
+        """Count the claims, write the report if that was asked for, and exit."""
         self.say(f"\n{self.num_claims - len(self.failed)} of {self.num_claims} claims hold.")
         for text in self.failed:
             self.say(f"- FAIL: {text}")
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join([f"# {self.title}", "", *self.lines]) + "\n")
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("\n".join([f"# {self.title}", "", *self.lines]) + "\n")
         sys.exit(1 if self.failed else 0)
 
 
@@ -316,6 +318,22 @@ def import_seconds(statements: Sequence[str], rounds: int) -> dict[str, float]:
             ).stdout
             best[statement] = min(best[statement], float(output))
     return best
+
+
+def begin(
+    title: str, script: str, description: str | None, packages: Sequence[str]
+) -> tuple[Report, str]:
+    """The report of a benchmark, as the command line asks for it, and what it is restricted to.
+
+    It begins with the machine and the versions of some packages.
+    """
+    arguments = parse_arguments(description or "")
+    path = Path(script).parent / "results" / f"{Path(script).stem}.md"
+    report = Report(title, arguments.quick, path if arguments.write else None)
+    for line in describe_machine(packages):
+        report.say(f"- {line}")
+    report.say()
+    return report, arguments.only
 
 
 def parse_arguments(description: str) -> argparse.Namespace:

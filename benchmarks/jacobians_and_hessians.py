@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import zodiax.diffops
-from _measure import Clock, Report, agree, compile_program, describe_machine, parse_arguments
+from _measure import Clock, Report, agree, begin, compile_program
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
@@ -237,18 +237,13 @@ def on_disk(report: Report) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
-    report = Report("Jacobians and Hessians", arguments.quick)
-    for line in describe_machine(PACKAGES):
-        report.say(f"- {line}")
-    report.say()
-    for case in cases(arguments.quick):
-        if arguments.only in case.title:
+    report, only = begin("Jacobians and Hessians", __file__, __doc__, PACKAGES)
+    for case in cases(report.quick):
+        if only in case.title:
             run(case, report)
-    if arguments.only in "A Hessian on disk":
+    if only in "A Hessian on disk":
         on_disk(report)
-    path = Path(__file__).parent / "results" / "jacobians_and_hessians.md"
-    report.finish(path if arguments.write else None)
+    report.finish()
 
 
 if __name__ == "__main__":

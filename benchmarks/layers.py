@@ -8,12 +8,11 @@ is shown beside that of the gradient and of statistics from all inputs and cotan
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _measure import Clock, Report, describe_machine, parse_arguments
+from _measure import Clock, Report, begin
 from jax import lax
 
 import curvax
@@ -155,16 +154,11 @@ def statistics(report: Report) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
-    report = Report("Layers", arguments.quick)
-    for line in describe_machine(PACKAGES):
-        report.say(f"- {line}")
-    report.say()
+    report, only = begin("Layers", __file__, __doc__, PACKAGES)
     for part in (tracing, statistics):
-        if arguments.only in part.__name__:
+        if only in part.__name__:
             part(report)
-    path = Path(__file__).parent / "results" / "layers.md"
-    report.finish(path if arguments.write else None)
+    report.finish()
 
 
 if __name__ == "__main__":

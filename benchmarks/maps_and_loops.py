@@ -11,7 +11,6 @@ for reference: they may use all the memory there is.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,9 +20,8 @@ from _measure import (
     Candidate,
     Comparison,
     Report,
-    describe_machine,
+    begin,
     import_seconds,
-    parse_arguments,
 )
 from jax import lax
 from optax import microbatching
@@ -416,20 +414,15 @@ def imports(report: Report, rounds: int) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
-    sizes = QUICK if arguments.quick else Sizes()
-    report = Report("Maps and loops", arguments.quick)
-    for line in describe_machine(PACKAGES):
-        report.say(f"- {line}")
-    report.say()
-    if arguments.only in "import":
-        imports(report, rounds=2 if arguments.quick else 10)
+    report, only = begin("Maps and loops", __file__, __doc__, PACKAGES)
+    sizes = QUICK if report.quick else Sizes()
+    if only in "import":
+        imports(report, rounds=2 if report.quick else 10)
     for group in (maps, accumulated_gradients, sliced, checkpointed):
         for comparison in group(sizes):
-            if arguments.only in comparison.title:
-                comparison.run(report, 0.1 if arguments.quick else SECONDS_PER_COMPARISON)
-    path = Path(__file__).parent / "results" / "maps_and_loops.md"
-    report.finish(path if arguments.write else None)
+            if only in comparison.title:
+                comparison.run(report, 0.1 if report.quick else SECONDS_PER_COMPARISON)
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class TestTags:
         def fn(prediction):
             return scale * jnp.sum(prediction**2)
 
-        program = jax.make_jaxpr(lambda x: cl.register_loss(fn, x))(X)
+        program = jax.make_jaxpr(lambda x: cl.register_loss(fn, x))(X)  # noqa: F821
         tag = program.jaxpr.eqns[-1].primitive
         known, alive = len(_function_loss._tags), weakref.ref(fn)
         del fn, program

@@ -119,6 +119,30 @@ def yes_or_no(logits: Any, answers: Any) -> Any:
     return jnp.sum(jnp.logaddexp(0.0, logits) - answers * logits)
 
 
+def tapped_by(intercept_methods: Any, kinds: Any, norms: Any, path: Any) -> Callable[..., Any]:
+    """What puts taps at all layers of a loss, by a framework's own means to intercept calls.
+
+    `path` of a module is that of its parameters. The inputs of norms are not those of a layer.
+    """
+
+    def tapped(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def with_taps(params: Any, changes: Any, *batch: Any) -> tuple[Any, Any]:
+            taps = Taps(changes)
+
+            def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+                y, module = call(*args, **kwargs), context.module
+                if context.method_name != "__call__" or not isinstance(module, kinds + norms):
+                    return y
+                return taps(path(module), None if isinstance(module, norms) else args[0], y)
+
+            with intercept_methods(intercept):
+                return loss(params, *batch), taps.met
+
+        return with_taps
+
+    return tapped
+
+
 class Taps:
     """Adds changes to what layers compute, by their names, and keeps what these layers met.
 

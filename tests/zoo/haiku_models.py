@@ -10,12 +10,12 @@ from graph.models import normal
 from zoo.case import (
     Family,
     Model,
-    Taps,
     chances,
     drawn_like,
     normal_errors,
     one_class,
     squared_error,
+    tapped_by,
     tokens,
     yes_or_no,
 )
@@ -28,27 +28,10 @@ HAIKU = Family("haiku")
 KEY = jax.random.key(0)
 VECTORS, SEQUENCES, IMAGES = normal(0, 4, 6), normal(1, 3, 5, 6), normal(2, 3, 6, 6, 2)
 TAPPED = (hk.Linear, hk.Conv2D, hk.Conv2DTranspose)
-TAPPED_NORMS = (hk.LayerNorm, hk.BatchNorm)  # Their inputs are not the layer's.
-
-
-def tapped(loss):
-    """The loss with taps at all layers, by Haiku's own means."""
-
-    def with_taps(params, changes, *batch):
-        taps = Taps(changes)
-
-        def intercept(call, args, kwargs, context):
-            y = call(*args, **kwargs)
-            module = context.module
-            if context.method_name != "__call__" or not isinstance(module, TAPPED + TAPPED_NORMS):
-                return y
-            x = None if isinstance(module, TAPPED_NORMS) else args[0]
-            return taps(f"['{module.module_name}']", x, y)
-
-        with hk.intercept_methods(intercept):
-            return loss(params, *batch), taps.met
-
-    return with_taps
+TAPPED_NORMS = (hk.LayerNorm, hk.BatchNorm)
+tapped = tapped_by(
+    hk.intercept_methods, TAPPED, TAPPED_NORMS, lambda module: f"['{module.module_name}']"
+)
 
 
 def model(net, loss, x, targets, **options):

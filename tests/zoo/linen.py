@@ -9,12 +9,12 @@ from graph.models import normal
 from zoo.case import (
     Family,
     Model,
-    Taps,
     chances,
     drawn_like,
     normal_errors,
     one_class,
     squared_error,
+    tapped_by,
     tokens,
     yes_or_no,
 )
@@ -25,7 +25,7 @@ KEY = jax.random.key(0)
 VECTORS, SEQUENCES = normal(0, 4, 6), normal(1, 3, 5, 8)
 IMAGES = normal(2, 3, 6, 6, 2)
 TAPPED = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvTranspose)
-TAPPED_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm)  # Their inputs are not the layer's.
+TAPPED_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm)
 
 
 def initialised(module, *inputs):
@@ -34,24 +34,12 @@ def initialised(module, *inputs):
     return params, jax.tree.map(lambda x: np.ones(x.shape), variables)
 
 
-def tapped(loss):
-    """The loss with taps at all layers, by Flax's own means."""
-
-    def with_taps(params, changes, *batch):
-        taps = Taps(changes)
-
-        def intercept(call, args, kwargs, context):
-            y = call(*args, **kwargs)
-            module = context.module
-            if context.method_name != "__call__" or not isinstance(module, TAPPED + TAPPED_NORMS):
-                return y
-            name = "".join(f"['{part}']" for part in module.path)
-            return taps(name, None if isinstance(module, TAPPED_NORMS) else args[0], y)
-
-        with nn.intercept_methods(intercept):
-            return loss(params, *batch), taps.met
-
-    return with_taps
+tapped = tapped_by(
+    nn.intercept_methods,
+    TAPPED,
+    TAPPED_NORMS,
+    lambda module: "".join(f"['{part}']" for part in module.path),
+)
 
 
 def model(module, loss, x, targets, **options):

@@ -47,7 +47,7 @@ def find_uses(
     views = {v: ParamView(n, Axes.of(v.shape), v) for v, n in numbers.items()}
     known = lambda v: examples is not None and v not in examples.axes
     data = {v for v in program.inputs if v not in numbers and not known(v)}
-    _Finder(found, found.readers, through_custom, examples, is_tagged).walk(program, views, data)
+    _Finder(found, through_custom, examples, is_tagged).walk(program, views, data)
     found.give_up(NO_EXAMPLES)
     return found
 
@@ -65,7 +65,6 @@ def _readers(program: Program) -> Counter[Operand]:
 @dataclass
 class _Finder:
     found: Found
-    readers: Counter[Operand]
     through_custom: bool
     examples: Examples | None
     is_tagged: bool
@@ -79,7 +78,6 @@ class _Finder:
         """Go through a program. Returns views of its outputs, and which depend on data."""
         frame = _Walk(
             self.found,
-            self.readers,
             dict(views),
             set(data),
             examples=self.examples,
@@ -240,7 +238,7 @@ class _Walk(Frame):
             result = dense_parts(node, view, number)
         elif node.name in ("add", "add_any"):
             before = self.view(node.inputs[1 - number])
-            only = self.readers[node.inputs[1 - number]] == 1
+            only = self.found.readers[node.inputs[1 - number]] == 1
             parts = before if isinstance(before, Parts) and only else None
             result = shift_parts(node, view, node.inputs[1 - number], parts)
             if parts is not None and not isinstance(result, str) and result[0] != result[1]:
@@ -279,7 +277,7 @@ class _Walk(Frame):
             else:
                 self.views[output] = replace(view, axes=moved, operand=output)
         elif moved is not None and real:
-            only = view.only and self.readers[output] == 1
+            only = view.only and self.found.readers[output] == 1
             self.views[output] = replace(view, axes=moved, only=only)
 
     def _sites(self, node: Node, views: Sequence[View | None]) -> Any:
@@ -312,7 +310,7 @@ class _Walk(Frame):
             found.add(view.param, Use(node, reason=result))
             site = None
         if site is not None:
-            only = self.readers[site.output] == 1
+            only = self.found.readers[site.output] == 1
             self.views[site.output] = SiteView(site, site.axes, only)
             if not self.differs(site):
                 found.doubtful.add(site)

@@ -1,7 +1,6 @@
 """Where things stand in one body of a program, and what an operation with a parameter is there."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +34,6 @@ class Frame:
     """What is known so far of the variables of a body, and of all parameters."""
 
     found: Found
-    readers: Counter[Operand]
     views: dict[Variable, View]
     data: set[Operand]
     made_by: dict[Operand, Node] = field(default_factory=dict)
@@ -105,7 +103,7 @@ class Frame:
                 further = scaled_further(view.site, node, view.axes, node.inputs[1 - number])
                 if further is not None:
                     self.found.replace_site(view.site, further)
-                    only = self.readers[further.output] == 1
+                    only = self.found.readers[further.output] == 1
                     self.views[further.output] = SiteView(further, further.axes, only)
                 return
 

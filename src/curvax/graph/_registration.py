@@ -119,7 +119,8 @@ def register(
     needed = needed_for(program, is_loss)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
-    examples = find_examples(func, args, params_index, program, losses)
+    generic = options.only_generic
+    examples = None if generic else find_examples(func, args, params_index, program, losses)
     found = find_uses(needed, params, options.through_custom, examples)
     matched = [
         match
@@ -162,25 +163,23 @@ def _check_real(params: PyTree, where: str) -> None:
 def check_tags(program: Program, through_custom: bool, where: str) -> None:
     """Tags are only where they can be used."""
     for node in program.all_nodes():
+        hidden = node.kind == "opaque" or (node.kind == "custom" and not through_custom)
+        operations = _compat.primitives_inside(node.equation) if hidden else ()
+        tags = {_described(tag, params) for tag, params in operations if isinstance(tag, Tag)}
+        if not tags:
+            continue
+        inside = f"{where}: {', '.join(sorted(tags))} is inside of"
         if node.kind == "opaque":
-            pairs = _compat.primitives_inside(node.equation)
-            inside = [_described(tag, params) for tag, params in pairs if isinstance(tag, Tag)]
-            if inside:
-                raise RegistrationError(
-                    f"{where}: {', '.join(sorted(set(inside)))} is inside of `{node.name}`, where "
-                    f"it cannot be used. Register losses and layers outside of `cond`, `while` and "
-                    f"`shard_map`; put a `shard_map` around curvax's functions instead."
-                )
-        if node.kind == "custom" and node.body is not None and not through_custom:
-            inner = [(n.equation.primitive, n.params) for n in node.body.all_nodes()]
-            tags = [_described(tag, params) for tag, params in inner if isinstance(tag, Tag)]
-            if tags:
-                raise RegistrationError(
-                    f"{where}: {', '.join(sorted(set(tags)))} is inside of "
-                    f"`{_compat.function_name(node.equation)}`, which has derivatives of its own. "
-                    f"Tag what it is called with and what it returns, or say "
-                    f"through_custom_derivatives=True, which differentiates through its body."
-                )
+            raise RegistrationError(
+                f"{inside} `{node.name}`, where it cannot be used. Register losses and layers "
+                f"outside of `cond`, `while` and `shard_map`; put a `shard_map` around curvax's "
+                f"functions instead."
+            )
+        raise RegistrationError(
+            f"{inside} `{_compat.function_name(node.equation)}`, which has derivatives of its own. "
+            f"Tag what it is called with and what it returns, or say "
+            f"through_custom_derivatives=True, which differentiates through its body."
+        )
 
 
 def _described(tag: Tag, params: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from curvax._types import Array, Fun, PyTree
 from curvax.graph import Collected, Given, Node, stack_shape
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
-from curvax.tracing._processed_jaxpr import ProcessedJaxpr
 from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
 
 __all__ = ["layer_tags_vjp"]
@@ -64,13 +63,8 @@ def layer_tags_vjp(
         (3, 1)
     """
     where = "curvax.layer_tags_vjp"
-
-    def trace(func_args: Sequence[PyTree]) -> ProcessedJaxpr:
-        return ProcessedJaxpr.make_from_func(
-            func, func_args, params_index, auto_register_tags, **auto_registration_kwargs
-        )
-
-    traced = TracedFunction(trace, where, raise_error_on_diff_jaxpr)
+    options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
+    traced = TracedFunction.of(func, params_index, where, raise_error_on_diff_jaxpr, **options)
 
     def vjp_at(
         func_args: Sequence[PyTree],

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, Fun, PyTree
-from curvax.tracing._processed_jaxpr import ProcessedJaxpr
 from curvax.tracing._traced import LossMap, TracedFunction
 
 __all__ = [
@@ -143,18 +142,15 @@ def loss_tags_hvp(
 
 def _losses_only(func: Fun, params_index: int, where: str) -> TracedFunction:
     """A function of which the layers do not matter: all parameters are generic."""
-
-    def trace(func_args: Sequence[PyTree]) -> ProcessedJaxpr:
-        return ProcessedJaxpr.make_from_func(
-            func,
-            func_args,
-            params_index,
-            allow_left_out_params=True,
-            register_only_generic=True,
-            allow_multiple_registrations=True,
-        )
-
-    return TracedFunction(trace, where, same_graph=False)
+    return TracedFunction.of(
+        func,
+        params_index,
+        where,
+        same_graph=False,
+        allow_left_out_params=True,
+        register_only_generic=True,
+        allow_multiple_registrations=True,
+    )
 
 
 def _as_params(at: LossMap, leaves: Sequence[Array]) -> PyTree:

@@ -18,7 +18,6 @@ from curvax._types import Array, Fun, PyTree
 from curvax.graph import Collected, Given, Layer, Node, Place, loops_around
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._probe import probe
-from curvax.tracing._processed_jaxpr import ProcessedJaxpr
 from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
 
 __all__ = ["LayerRule", "Statistic", "layer_statistics"]
@@ -70,13 +69,8 @@ def layer_statistics(
             of a real type.
     """
     where = "curvax.tracing.layer_statistics"
-
-    def trace(func_args: Sequence[PyTree]) -> ProcessedJaxpr:
-        return ProcessedJaxpr.make_from_func(
-            func, func_args, params_index, auto_register_tags, **auto_registration_kwargs
-        )
-
-    traced = TracedFunction(trace, where, raise_error_on_diff_jaxpr)
+    options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
+    traced = TracedFunction.of(func, params_index, where, raise_error_on_diff_jaxpr, **options)
 
     def pull_back_at(func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
         at = traced.at(func_args)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _compat
-from curvax._types import Array, PyTree
+from curvax._types import Array, Fun, PyTree
 from curvax.graph import (
     REARRANGED,
     Collected,
@@ -35,6 +35,14 @@ class TracedFunction:
     same_graph: bool = True
     """Whether other shapes must give the same operations."""
     known: dict[Any, ProcessedJaxpr] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, func: Fun, params_index: int, where: str, same_graph: bool, **options: Any
+    ) -> "TracedFunction":
+        """A function whose layers are to be found, as `ProcessedJaxpr.make_from_func` does."""
+        trace = lambda args: ProcessedJaxpr.make_from_func(func, args, params_index, **options)
+        return cls(trace, where, same_graph)
 
     def at(self, func_args: Any) -> "LossMap":
         """The function at these arguments."""
