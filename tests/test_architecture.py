@@ -35,8 +35,8 @@ ROOMS = {
     "graph": {"tags"},
     "tracing": {"tags", "losses", "graph"},
     "conv": {"batching"},
-    "blocks": {"linalg", "conv", "tracing"},
-    "curvature": {"blocks", "tracing", "batching", "parallel"},
+    "blocks": {"linalg", "conv", "graph"},
+    "curvature": {"blocks", "linalg", "tags", "graph", "tracing", "batching", "parallel"},
     "optimizer": {"curvature", "parallel"},
     "report": set(),
 }

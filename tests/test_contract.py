@@ -7,6 +7,7 @@ contract says, but only as keywords: nothing a user passes by position may chang
 """
 
 import ast
+import dataclasses
 import enum
 import inspect
 import json
@@ -65,6 +66,9 @@ def test_name_keeps_its_contract(name):
         bound = [] if inspect.ismethod(found) else [("self", None)]
         expected = bound + [(name.lstrip("*"), text) for name, text in parameters]
         assert signature_differences(found, expected) == []
+    if "State" in entry:
+        fields = [field.name for field in dataclasses.fields(public.State)]
+        assert fields == [name for name, _ in entry["State"]]
     for name in entry.get("properties", []):
         assert isinstance(inspect.getattr_static(public, name), property)
 

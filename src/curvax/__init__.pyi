@@ -14,6 +14,45 @@ from curvax.batching import (
     microbatch as microbatch,
     reshape_batch_axis as reshape_batch_axis,
 )
+from curvax.blocks import (
+    Conv2DDiagonal as Conv2DDiagonal,
+    Conv2DEKFAC as Conv2DEKFAC,
+    Conv2DFull as Conv2DFull,
+    Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
+    ConvTwoKroneckerFactored as ConvTwoKroneckerFactored,
+    CurvatureBlock as CurvatureBlock,
+    DenseDiagonal as DenseDiagonal,
+    DenseEKFAC as DenseEKFAC,
+    DenseFull as DenseFull,
+    DenseTwoKroneckerFactored as DenseTwoKroneckerFactored,
+    Diagonal as Diagonal,
+    EmbeddingTwoKroneckerFactored as EmbeddingTwoKroneckerFactored,
+    Full as Full,
+    NaiveDiagonal as NaiveDiagonal,
+    NaiveFull as NaiveFull,
+    ScaleAndShiftDiagonal as ScaleAndShiftDiagonal,
+    ScaleAndShiftFull as ScaleAndShiftFull,
+    ScaledIdentity as ScaledIdentity,
+    TwoKroneckerFactored as TwoKroneckerFactored,
+    get_default_eigen_decomposition_threshold as get_default_eigen_decomposition_threshold,
+    get_default_tag_to_block_ctor as get_default_tag_to_block_ctor,
+    get_max_parallel_elements as get_max_parallel_elements,
+    set_default_eigen_decomposition_threshold as set_default_eigen_decomposition_threshold,
+    set_default_tag_to_block_ctor as set_default_tag_to_block_ctor,
+    set_max_parallel_elements as set_max_parallel_elements,
+)
+from curvax.conv import (
+    patches_moments as patches_moments,
+    patches_moments_explicit as patches_moments_explicit,
+)
+from curvax.curvature import (
+    BlockDiagonalCurvature as BlockDiagonalCurvature,
+    CurvatureEstimator as CurvatureEstimator,
+    CurvatureReport as CurvatureReport,
+    ExplicitExactCurvature as ExplicitExactCurvature,
+    ImplicitExactCurvature as ImplicitExactCurvature,
+    default_batch_size_extractor as default_batch_size_extractor,
+)
 from curvax.diffops import (
     fisher_information as fisher_information,
     gauss_newton as gauss_newton,
@@ -35,6 +74,7 @@ from curvax.graph import (
     auto_register_tags as auto_register_tags,
     explain_registration as explain_registration,
 )
+from curvax.linalg import WeightedMovingAverage as WeightedMovingAverage
 from curvax.loops import (
     checkpoint_chunked_scan as checkpoint_chunked_scan,
     checkpointed_scan as checkpointed_scan,

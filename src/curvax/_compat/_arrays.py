@@ -23,10 +23,12 @@ __all__ = [
     "is_varying",
     "made_up",
     "mesh_of",
+    "resized",
     "shape_of",
     "sharding_of",
     "unsharded_along",
     "unwrap_keys",
+    "varying_axes",
     "varying_like",
     "wrap_keys",
 ]
@@ -44,6 +46,14 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     placed = isinstance(x, jax.Array) and not is_tracer(x) and x.committed
     sharding = x.sharding if placed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
+def resized(x: Any, shape: tuple[int, ...]) -> Any:
+    """The type of `x` but for its shape, to trace with.
+
+    It has the sharding over explicit mesh axes, and varies over manual axes, as `x` does.
+    """
+    return _type(x).update(shape=shape)
 
 
 def made_up(shape: Any) -> Any:
@@ -110,10 +120,18 @@ def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) ->
     return varying_like(full, x)
 
 
-def varying_like(x: Array, like: Any) -> Array:
-    """`x`, made to vary over the manual axes of a `shard_map` over which `like` varies."""
-    missing = tuple(_varying(like) - _varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+def varying_like(x: Array, *like: Any) -> Array:
+    """`x`, made to vary over the manual axes of a `shard_map` over which any of `like` varies.
+
+    These are arrays, or types of such.
+    """
+    missing = varying_axes(*like) - _varying(x)
+    return lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+
+
+def varying_axes(*arrays: Any) -> frozenset[Any]:
+    """The manual axes of a `shard_map` over which any of these arrays, or types, varies."""
+    return frozenset().union(*map(_varying, arrays))
 
 
 def _varying(x: Any) -> frozenset[Any]:
@@ -144,4 +162,5 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def _type(x: Any) -> Any:
-    return x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    known = jax.ShapeDtypeStruct | jax.core.AbstractValue
+    return x if isinstance(x, known) else jax.typeof(x)

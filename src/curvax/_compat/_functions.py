@@ -1,14 +1,17 @@
 """Functions: tracing them once, what they depend on, how they are compiled."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
+from curvax._compat._arrays import varying_axes
+
 __all__ = [
+    "call_key",
     "default_device",
     "has_effects",
     "is_jitted",
@@ -60,6 +63,12 @@ def tracing_context() -> Any:
     names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "default_prng_impl")
     names += ("numpy_rank_promotion", "debug_nans", "threefry_partitionable")
     return default_device(), mesh, *(getattr(settings, f"jax_{name}", None) for name in names)
+
+
+def call_key(leaves: Sequence[Any]) -> Any:
+    """What decides how a function of these arrays is traced; to be compared only."""
+    kinds = tuple((jnp.shape(x), jnp.result_type(x), varying_axes(x)) for x in leaves)
+    return kinds, tracing_context()
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from curvax._compat._arrays import varying_like
+
 __all__ = ["Primitive", "define_identity", "define_linear_identity"]
 
 
@@ -48,7 +50,8 @@ def define_linear_identity(
 
     Its operands are `num_kept` arrays that it returns, then `num_known`, then others. It is linear
     in the first and the last: these others count for nothing, but they have cotangents,
-    `pull_back(cotangents of the first, known, **params)`, which need not be linear in anything.
+    `pull_back(cotangents of the first, known, **params)`, which need not be linear in anything, and
+    may vary over fewer manual axes of a `shard_map` than the others do.
     `batch(args, axes, **params)` is what `jax.vmap` makes of it.
     """
 
@@ -70,7 +73,12 @@ def define_linear_identity(
                 for x, is_linear in zip(args, linear, strict=True)
             ]
         cotangents = list(map(ad.instantiate_zeros, cotangents))
-        others = pull_back(cotangents, args[num_kept:end], **params)
+        others = [
+            varying_like(x, other.aval) if ad.is_undefined_primal(other) else x
+            for x, other in zip(
+                pull_back(cotangents, args[num_kept:end], **params), args[end:], strict=True
+            )
+        ]
         found = [*cotangents, *[None] * params["num_known"], *others]
         return [x if is_linear else None for x, is_linear in zip(found, linear, strict=True)]
 

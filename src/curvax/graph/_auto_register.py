@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from curvax import _compat
 from curvax._types import Fun, PyTree
 from curvax.graph._patterns import DEFAULT_GRAPH_PATTERNS, GraphMatcherComparator, GraphPattern
 from curvax.graph._registration import Options, Registration, RegistrationError, register
@@ -29,7 +30,7 @@ class TaggedFunction:
     def registration(self, *func_args: PyTree) -> Registration:
         """What was found at arguments like these."""
         leaves, tree = jax.tree.flatten(func_args)
-        key = tree, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
+        key = tree, _compat.call_key(leaves)
         if key in self._known:
             return self._known[key]
         found = register(self._func, func_args, self._params_index, self._options, _WHERE)

@@ -1,11 +1,15 @@
 """Which axes of which values have one entry for each example.
 
 A function is traced a second time, with a batch twice as large: the axes that have grown are those.
-It is the only way that needs no knowledge of any operation. Where it cannot be done (the
-batch is closed over, or the function takes no other size), nothing is known.
+It is the only way that needs no knowledge of any operation. An argument that happens to have an
+axis of that size and is no batch lets the function fail, or do other things: then such arguments
+are left as they are, one at a time and two at a time; and at last parameters are made larger, too,
+that may have one entry for each example. Where nothing helps (the batch is closed over, or the
+function takes no other size), only the number of examples is known.
 """
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,38 +21,65 @@ from curvax.graph._program import Node, Program, Variable, read
 
 __all__ = ["Examples", "find_examples"]
 
+_MOST_TRACES = 8
+_MOST_LEFT = 2
+
 
 @dataclass
 class Examples:
     """The axes of each variable, and the loops, that have one entry or step for each example.
 
-    Loops are known by their outputs.
+    Loops are known by their outputs. Unless `is_known`, there are none of both.
     """
 
-    batch_size: int
-    """The least number of examples of any loss."""
+    batch_size: int = 1
+    """The least number of examples of any loss, or fewer if it is not known."""
+    is_known: bool = False
     axes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     loops: set[Variable] = field(default_factory=set)
 
 
 def find_examples(
     func: Fun, args: Sequence[PyTree], params_index: int, program: Program, losses: Sequence[Node]
-) -> Examples | None:
-    """Where the examples are in the program of a function; None if that cannot be found out."""
+) -> Examples:
+    """Where the examples are in the program of a function."""
     sizes = {size for node in losses if (size := _batch_size(node)) is not None}
-    larger = [
-        arg if index == params_index else jax.tree.map(lambda x: _doubled(x, sizes), arg)
-        for index, arg in enumerate(args)
-    ]
-    shapes = lambda args: [jax.numpy.shape(x) for x in jax.tree.leaves(tuple(args))]
-    if shapes(larger) == shapes(args):
-        return None
-    try:
-        twice = read(jax.make_jaxpr(func)(*larger))
-    except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
-        return None
-    found = Examples(min(sizes))
-    return found if _compare(program, twice, found) else None
+    batch_size = min(sizes, default=1)
+    for larger in _larger(args, params_index, sizes):
+        try:
+            twice = read(jax.make_jaxpr(func)(*larger))
+        except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
+            continue
+        found = Examples(batch_size, is_known=True)
+        if _compare(program, twice, found) and _has_grown(losses, found):
+            return found
+    return Examples(_number_of_examples(args, params_index, batch_size))
+
+
+def _larger(
+    args: Sequence[PyTree], params_index: int, sizes: Collection[int]
+) -> Iterator[list[PyTree]]:
+    """The arguments with twice as many examples: all data, then all but a few, then everything."""
+    doubled = [jax.tree.map(lambda x: _doubled(x, sizes), arg) for arg in args]
+    has_grown = [any(_place(x, sizes) is not None for x in jax.tree.leaves(arg)) for arg in args]
+    data = [k for k in range(len(args)) if has_grown[k] and k != params_index]
+    counts = range(min(_MOST_LEFT + 1, len(data)))
+    choices = itertools.chain(*(itertools.combinations(data, count) for count in counts))
+    for left in itertools.islice(choices, _MOST_TRACES):
+        grown = set(data) - set(left)
+        yield [doubled[k] if k in grown else arg for k, arg in enumerate(args)]
+    if data and has_grown[params_index]:
+        yield doubled
+
+
+def _number_of_examples(args: Sequence[PyTree], params_index: int, batch_size: int) -> int:
+    """How many examples there are, if the predictions of one may be merged with those of others.
+
+    As those for all tokens of all sequences are, for a loss that has no axis for time.
+    """
+    data = [x for k, arg in enumerate(args) if k != params_index for x in jax.tree.leaves(arg)]
+    sizes = [shape[0] for x in data if len(shape := jax.numpy.shape(x)) > 1 and shape[0] > 0]
+    return max((size for size in sizes if batch_size % size == 0), default=batch_size)
 
 
 def _batch_size(loss: Node) -> int | None:
@@ -57,14 +88,24 @@ def _batch_size(loss: Node) -> int | None:
     return shape[0] if shape and shape[0] > 0 else None
 
 
+def _place(x: Any, sizes: Collection[int]) -> int | None:
+    """The first axis of an array that may be for examples."""
+    return next((k for k, size in enumerate(jax.numpy.shape(x)) if size in sizes), None)
+
+
 def _doubled(x: Any, sizes: Collection[int]) -> Any:
-    """The shape of an array with twice as many examples, if it has an axis for these."""
-    shape = list(jax.numpy.shape(x))
-    place = next((k for k, size in enumerate(shape) if size in sizes), None)
+    """The type of an array with twice as many examples, if it has an axis for these."""
+    place = _place(x, sizes)
     if place is None:
         return x
+    shape = list(jax.numpy.shape(x))
     shape[place] *= 2
-    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.result_type(x))
+    return _compat.resized(x, tuple(shape))
+
+
+def _has_grown(losses: Sequence[Node], found: Examples) -> bool:
+    """Whether there are more examples for any loss. Else something else has grown."""
+    return bool(found.loops) or any(0 in found.axes.get(loss.inputs[0], ()) for loss in losses)
 
 
 def _compare(one: Program, twice: Program, found: Examples) -> bool:

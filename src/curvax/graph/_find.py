@@ -45,7 +45,8 @@ def find_uses(
     found.order.update({node: number for number, node in enumerate(program.all_nodes())})
     numbers = {variable: number for number, variable in enumerate(params)}
     views = {v: ParamView(n, Axes.of(v.shape), v) for v, n in numbers.items()}
-    known = lambda v: examples is not None and v not in examples.axes
+    examples = examples or Examples()
+    known = lambda v: examples.is_known and v not in examples.axes
     data = {v for v in program.inputs if v not in numbers and not known(v)}
     _Finder(found, through_custom, examples, is_tagged).walk(program, views, data)
     found.give_up(NO_EXAMPLES)
@@ -66,9 +67,10 @@ def _readers(program: Program) -> Counter[Operand]:
 class _Finder:
     found: Found
     through_custom: bool
-    examples: Examples | None
+    examples: Examples
     is_tagged: bool
     for_each_example: bool = False
+    num_steps: int = 1
     reason: str = ""
     """Why nothing in here can be a layer, if so."""
 
@@ -82,6 +84,7 @@ class _Finder:
             set(data),
             examples=self.examples,
             for_each_example=self.for_each_example,
+            num_steps=self.num_steps,
             finder=self,
         )
         for node in program.nodes:
@@ -103,8 +106,7 @@ class _Walk(Frame):
     def visit(self, node: Node) -> None:
         if any(operand in self.data for operand in node.inputs):
             self.data.update(node.outputs)
-        if self.examples is not None:
-            self.data.update(out for out in node.outputs if out in self.examples.axes)
+        self.data.update(out for out in node.outputs if out in self.examples.axes)
         self.made_by.update(dict.fromkeys(node.outputs, node))
         views = [self.view(operand) for operand in node.inputs]
         if isinstance(node.equation.primitive, LayerTag):
@@ -321,9 +323,7 @@ class _Walk(Frame):
         if node.kind == "custom" and not self.finder.through_custom and not reason:
             name = _compat.function_name(node.equation)
             reason = f"it is used inside of `{name}`, which has derivatives of its own"
-        over_examples = self.examples is not None and not self.examples.loops.isdisjoint(
-            node.outputs
-        )
+        over_examples = not self.examples.loops.isdisjoint(node.outputs)
         inner = replace(
             self.finder,
             reason=reason,
@@ -349,6 +349,7 @@ class _Walk(Frame):
         inner: _Finder,
     ) -> None:
         form = _compat.ScanForm.of(node.equation)
+        inner = replace(inner, num_steps=self.num_steps * form.length)
         carried = range(form.num_consts, form.num_consts + form.num_carry)
         inside: dict[Variable, ParamView] = {}
         unchanged: dict[int, ParamView] = {}

@@ -39,9 +39,11 @@ class Frame:
     made_by: dict[Operand, Node] = field(default_factory=dict)
     numbers: dict[Operand, Any] = field(default_factory=dict)
     """Numbers, and whole numbers in arrays, that are computed from nothing but constants."""
-    examples: Examples | None = None
+    examples: Examples = field(default_factory=Examples)
     for_each_example: bool = False
     """Whether all of it is in a loop over examples."""
+    num_steps: int = 1
+    """How often all of it is done, by the loops around it."""
 
     def view(self, operand: Operand) -> View | None:
         return self.views.get(operand) if isinstance(operand, Variable) else None
@@ -64,17 +66,20 @@ class Frame:
 
     def is_known(self, operand: Operand) -> bool:
         """Whether a value is the same for all examples, and that is known."""
-        return self.examples is not None and operand not in self.data
+        return self.examples.is_known and operand not in self.data
 
     def differs(self, site: Site) -> bool:
         """Whether what a site puts out differs from example to example, as far as is known.
 
         Either there is an axis for examples, or all of it is in a loop over these, or the site is
-        at so many places that depend on examples that it must be: the edges of a graph, say.
+        at so many places that depend on examples that it must be: the edges of a graph, say. Where
+        nothing is known, it is to be at as many places as there are examples.
         """
-        if self.examples is None or self.examples.axes.get(site.output):
+        if self.examples.axes.get(site.output):
             return True
         places = math.prod(site.output.shape[axis] for axis in site.positions)
+        if not self.examples.is_known:
+            return places * self.num_steps >= self.examples.batch_size
         many = self.for_each_example or places >= self.examples.batch_size
         return many and site.output in self.data
 
@@ -131,8 +136,9 @@ class Frame:
         return Use(node, alone)
 
     def _meets_data(self, node: Node, view: ParamView, other: Operand) -> bool:
-        known = self.examples is not None
-        return known or other in self.data or view.axes.shape != node.outputs[0].shape
+        repeated = any(atom.origin is None for atom in view.axes.atoms)
+        spread = repeated or view.axes.shape != node.outputs[0].shape
+        return self.examples.is_known or other in self.data or spread
 
     def _spread(self, node: Node, view: ParamView) -> ParamView:
         """The parameter broadcast to the result: an axis of size one stands for a longer one."""

@@ -16,6 +16,7 @@ from curvax.graph._found import Found, Use
 from curvax.graph._frame import NO_EXAMPLES
 from curvax.graph._patterns import Match
 from curvax.graph._program import Node, Program, Variable
+from curvax.graph._run import loop_lengths
 from curvax.graph._sites import Cut, Site
 from curvax.tags import generic_tag
 
@@ -29,12 +30,14 @@ class Place:
     """A place that is tagged.
 
     `stacked` says which of the loops around it take one slice of the parameters each time,
-    outermost first; `cuts` which part of each parameter is used there.
+    outermost first, and `lengths` how many steps they have; `cuts` which part of each parameter
+    is used there.
     """
 
     node: Node
     stacked: tuple[bool, ...]
     cuts: tuple[tuple[Cut, ...], ...]
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +115,14 @@ def tagged_layers(program: Program, params: Sequence[Variable]) -> list[Layer]:
     """The layers of a program whose layers are all tagged."""
     found = find_uses(program, params, is_tagged=True)
     layers = _tagged_layers(found, {number: [] for number in found.uses})
-    return sorted(layers, key=lambda layer: layer.params)
+    lengths = loop_lengths(program)
+    return sorted(
+        (
+            replace(layer, places=tuple(replace(p, lengths=lengths[p.node]) for p in layer.places))
+            for layer in layers
+        ),
+        key=lambda layer: layer.params,
+    )
 
 
 def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) -> Layer | None:

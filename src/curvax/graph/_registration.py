@@ -5,6 +5,7 @@ checks that nothing was lost. Everything else in this room and above it starts f
 `Registration`.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, TreeDef
-from curvax.graph._examples import find_examples
+from curvax.graph._examples import Examples, find_examples
 from curvax.graph._find import find_uses
+from curvax.graph._interaction import find_interaction
 from curvax.graph._layers import Layer, build_layers
 from curvax.graph._needed import needed_for
 from curvax.graph._patterns import (
@@ -74,6 +76,7 @@ class Registration:
     """The parameters, by their paths."""
     layers: Sequence[Layer]
     losses: Sequence[Node]
+    examples: Examples | None
     closes_over_tracers: bool
 
     @property
@@ -81,14 +84,19 @@ class Registration:
         """The parameters."""
         return [self.whole.inputs[number] for number in self.params_range]
 
+    @functools.cached_property
+    def interaction(self) -> str | None:
+        """The operation by which what is computed for one example depends on others, if any."""
+        return None if self.examples is None else find_interaction(self.needed, self.examples)
+
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """The function itself, with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers))
+        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.examples))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
         """Only what its losses depend on, of each loss; inside of loops, of each step."""
-        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers))
+        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.examples))
         return tuple(tuple(collected[node]) for node in self.losses)
 
     def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
@@ -120,7 +128,7 @@ def register(
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
     generic = options.only_generic
-    examples = None if generic else find_examples(func, args, params_index, program, losses)
+    examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
     found = find_uses(needed, params, options.through_custom, examples)
     matched = [
         match
@@ -138,6 +146,7 @@ def register(
         tuple(map(jax.tree_util.keystr, paths)),
         layers,
         losses,
+        examples,
         any(map(_compat.is_tracer, closed.consts)),
     )
     if options.strict:

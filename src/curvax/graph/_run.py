@@ -17,7 +17,16 @@ from curvax import _compat
 from curvax._types import PyTree
 from curvax.graph._program import Constant, Node, Operand, Program, Variable
 
-__all__ = ["Collected", "Given", "Hooks", "Values", "loops_around", "run", "stack_shape"]
+__all__ = [
+    "Collected",
+    "Given",
+    "Hooks",
+    "Values",
+    "loop_lengths",
+    "loops_around",
+    "run",
+    "stack_shape",
+]
 
 Given = Mapping[Any, PyTree]
 """Pytrees of arrays for hooks, by key."""
@@ -147,3 +156,14 @@ def stack_shape(program: Program, node: Node) -> tuple[int, ...]:
     """The lengths of the loops around a node of a program, outermost first."""
     loops = loops_around(program, node) or ()
     return tuple(_compat.ScanForm.of(loop.equation).length for loop in loops)
+
+
+def loop_lengths(program: Program) -> dict[Node, tuple[int, ...]]:
+    """The lengths of the loops around each node of a program, outermost first."""
+    found: dict[Node, tuple[int, ...]] = {}
+    for node in program.nodes:
+        found[node] = ()
+        if node.body is not None:
+            own = (_compat.ScanForm.of(node.equation).length,) if node.kind == "scan" else ()
+            found |= {inner: own + rest for inner, rest in loop_lengths(node.body).items()}
+    return found

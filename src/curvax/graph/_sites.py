@@ -7,6 +7,7 @@ share: positions first (examples, time, pixels: whatever the layer is applied at
 weights that differ from head to head or expert to expert, that axis, and features last.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,6 +115,20 @@ class Site:
         if not self.heads:
             del groups[1]
         return Arrangement.of(self.axes.dims, groups)
+
+    def positions_around(self, axis: int, size: int) -> tuple[int, int, int] | None:
+        """How many positions there are before, along and after an axis of the output.
+
+        None if the axis is not just of that size, or is not one of positions.
+        """
+        sizes = [atom.size for atom in self._atoms(self.positions)]
+        dim = self.axes.dims[axis]
+        if not dim and size == 1:
+            return 1, 1, math.prod(sizes)
+        if len(dim) != 1 or dim[0].size != size or dim[0].origin not in self.positions:
+            return None
+        place = self._atoms(self.positions).index(dim[0])
+        return math.prod(sizes[:place]), size, math.prod(sizes[place + 1 :])
 
     def _atoms(self, axes: Sequence[int]) -> list[Atom]:
         found = [atom for atom in self.axes.atoms if atom.origin in axes]

@@ -15,6 +15,7 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array
+from curvax.graph._examples import Examples
 from curvax.graph._layers import Layer
 from curvax.graph._patterns import Match
 from curvax.graph._program import Node
@@ -30,6 +31,7 @@ class TagSites:
     """Hooks that put a tag at each site of some layers, and collect what losses are made of."""
 
     layers: Sequence[Layer]
+    examples: Examples | None = None
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
         wanted = node in self._sites or node in self._matches or is_loss(node)
@@ -49,7 +51,7 @@ class TagSites:
             return [_tag_match(self._matches[node], outputs[0], values)], {}
         output = outputs[0]
         for layer, site in self._sites[node]:
-            output = _tag_part(layer, site, output, values)
+            output = _tag_part(layer, site, output, values, self._examples_at(site))
         return [output, *outputs[1:]], {}
 
     @functools.cached_property
@@ -59,6 +61,13 @@ class TagSites:
             for site in layer.sites:
                 found.setdefault(site.node, []).append((layer, site))
         return found
+
+    def _examples_at(self, site: Site) -> tuple[int, int, int] | None:
+        """The positions of a site as (before, examples, after); None if that is not known."""
+        grown = () if self.examples is None else self.examples.axes.get(site.output, ())
+        if self.examples is None or len(grown) != 1:
+            return None
+        return site.positions_around(grown[0], self.examples.batch_size)
 
     @functools.cached_property
     def _matches(self) -> dict[Node, Match]:
@@ -76,22 +85,26 @@ def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]
     return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
 
 
-def _tag_part(layer: Layer, site: Site, output: Array, values: Values) -> Array:
+def _tag_part(
+    layer: Layer, site: Site, output: Array, values: Values, examples: tuple[int, int, int] | None
+) -> Array:
     """The output, with the part of it tagged that the site is about."""
     if site.part is None:
-        return _tag(layer, site, output, values)
+        return _tag(layer, site, output, values, examples)
     axis, start, stop = site.part
     before, own, after = (
         lax.slice_in_dim(output, first, last, axis=axis)
         for first, last in ((0, start), (start, stop), (stop, output.shape[axis]))
     )
-    return jnp.concatenate([before, _tag(layer, site, own, values), after], axis)
+    return jnp.concatenate([before, _tag(layer, site, own, values, examples), after], axis)
 
 
-def _tag(layer: Layer, site: Site, output: Array, values: Values) -> Array:
+def _tag(
+    layer: Layer, site: Site, output: Array, values: Values, examples: tuple[int, int, int] | None
+) -> Array:
     factors = [jnp.asarray(values[operand]) for operand in site.factors]
     params = [values[view.operand] for view in site.params]
-    constants = dict(site.constants)
+    constants: dict[str, Any] = {**dict(site.constants), "examples": examples}
     layouts = [
         layout.arrangement(view.axes)
         for layout, view in zip(site.layouts, site.params, strict=True)

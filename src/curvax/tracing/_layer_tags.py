@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._types import Array, Fun, PyTree
 from curvax.graph import Collected, Given, Node, stack_shape
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
 
-__all__ = ["layer_tags_vjp"]
+__all__ = ["check_devices", "layer_tags_vjp"]
 
 LayerData = dict[str, Any]
 
@@ -48,9 +49,13 @@ def layer_tags_vjp(
         outputs of the layer are those of all sites along the first axis; they are missing where
         these do not fit together, as for a table that is also a matrix.
 
+        Inside of `jax.shard_map` they are those of each device. With `check_vma`, the cotangents of
+        what is the same on all devices are sums over these, as those of `jax.vjp` are.
+
     Raises:
         RegistrationError: as `auto_register_tags`.
-        ValueError: if the function does other things for other arguments.
+        ValueError: if the function does other things for other arguments, or if a layer is the same
+            on all devices, and its losses are not.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -70,31 +75,43 @@ def layer_tags_vjp(
         func_args: Sequence[PyTree],
     ) -> tuple[Losses, Callable[[LossTangents], list[LayerData]]]:
         at = traced.at(func_args)
-        nodes = [node for layer in at.processed.layers for node in layer.tagged]
-        zeros = _no_changes(at)
-        keys = list(zeros)
-
-        def changed(params: Sequence[Array], changes: Sequence[Array]) -> Any:
-            given = dict(zip(keys, changes, strict=True))
-            dependants, (others, operands) = at(params, _Changes(), given)
-            return dependants, (others, [operands[node] for node in nodes])
-
-        dependants, pull_back, (others, operands) = jax.vjp(
-            changed, at.params, list(zeros.values()), has_aux=True
-        )
-        values = dict(zip(nodes, operands, strict=True))
-
-        def vjp(tangents: LossTangents) -> list[LayerData]:
-            params, changes = pull_back(like_dependants(tangents, dependants, where))
-            cotangents = dict(zip(keys, changes, strict=True))
-            return [
-                _layer_data(at, layer.params, layer.tagged, values, cotangents, params)
-                for layer in at.processed.layers
-            ]
-
-        return at.losses(dependants, others), vjp
+        operands, vjp = layer_data_at(at, where)
+        return at.losses(*operands), vjp
 
     return vjp_at
+
+
+def layer_data_at(
+    at: LossMap, where: str
+) -> tuple[tuple[Any, Any], Callable[[LossTangents], list[LayerData]]]:
+    """As what `layer_tags_vjp` returns does, for a function that is traced already.
+
+    In place of losses there is what they are made of: what depends on parameters, and the rest.
+    """
+    check_devices(at, where)
+    nodes = [node for layer in at.processed.layers for node in layer.tagged]
+    zeros = _no_changes(at)
+    keys = list(zeros)
+
+    def changed(params: Sequence[Array], changes: Sequence[Array]) -> Any:
+        given = dict(zip(keys, changes, strict=True))
+        dependants, (others, operands) = at(params, _Changes(), given)
+        return dependants, (others, [operands[node] for node in nodes])
+
+    dependants, pull_back, (others, operands) = jax.vjp(
+        changed, at.params, list(zeros.values()), has_aux=True
+    )
+    values = dict(zip(nodes, operands, strict=True))
+
+    def vjp(tangents: LossTangents) -> list[LayerData]:
+        params, changes = pull_back(like_dependants(tangents, dependants, where))
+        cotangents = dict(zip(keys, changes, strict=True))
+        return [
+            _layer_data(at, layer.params, layer.tagged, values, cotangents, params)
+            for layer in at.processed.layers
+        ]
+
+    return (dependants, others), vjp
 
 
 class _Changes(AtLosses):
@@ -118,8 +135,30 @@ def _no_changes(at: LossMap) -> dict[Any, Array]:
         for node in layer.tagged:
             loops = stack_shape(at.processed.program, node)
             for number, output in enumerate(node.outputs):
-                changes[node, number] = jnp.zeros((*loops, *output.shape), output.dtype)
+                zeros = jnp.zeros((*loops, *output.shape), output.dtype)
+                kind = node.equation.outvars[number].aval
+                changes[node, number] = _compat.varying_like(zeros, kind)
     return changes
+
+
+def check_devices(at: LossMap, where: str) -> None:
+    """With examples on several devices of a `shard_map`, layers put out something else on each.
+
+    Otherwise JAX sums the cotangents of different examples, before they get to the layer.
+    """
+    kinds = lambda node: [x.aval for x in node.equation.outvars]
+    axes = _compat.varying_axes(*(kind for loss in at.processed.losses for kind in kinds(loss)))
+    for layer in at.processed.layers:
+        for node in () if layer.is_generic else layer.tagged:
+            missing = sorted(map(str, axes - _compat.varying_axes(*kinds(node))))
+            if missing:
+                raise ValueError(
+                    f"{where}: inside of shard_map, the losses differ between the devices along "
+                    f"{', '.join(missing)}, but {node.name} of the parameters {layer.params} gives "
+                    f"the same on all of them, so that its cotangents would be summed over "
+                    f"different examples. Say of its input, such as the first state of a loop, "
+                    f"that it varies: jax.lax.pcast(x, {tuple(missing)}, to='varying')."
+                )
 
 
 def _layer_data(

@@ -41,6 +41,8 @@ class ProcessedJaxpr:
         layer_tags: an equation for each layer, sorted by the numbers of their parameters. A layer
             that is applied at several places has several; this is the first.
         layer_indices: the numbers of the parameters of each layer.
+        interaction: the operation by which what is computed for one example depends on others, as
+            far as such is found.
 
     Raises:
         RegistrationError: if a parameter is in no layer and that is not allowed.
@@ -58,6 +60,7 @@ class ProcessedJaxpr:
         self.consts = tuple(consts)
         self.in_tree = in_tree
         self.params_index = params_index
+        self.interaction: str | None = None
         self.program: Program = read(_compat.closed(jaxpr, consts))
         self.losses: Sequence[Node] = [n for n in self.program.all_nodes() if is_loss(n)]
         start = self.params_range.start
@@ -127,16 +130,20 @@ class ProcessedJaxpr:
             The processed jaxpr.
         """
         args = tuple(func_args)
+        interaction = None
         if auto_register_tags:
             options: dict[str, Any] = {"allow_unused_params": allow_left_out_params}
             options |= auto_registration_kwargs
-            func = tag_layers(func, args, params_index, **options)
+            tagged = tag_layers(func, args, params_index, **options)
+            func, interaction = tagged, tagged.registration(*args).interaction
         traced = jax.make_jaxpr(func)(*args)
         through_custom = auto_registration_kwargs.get("through_custom_derivatives", False)
         check_tags(read(traced), through_custom, "curvax.ProcessedJaxpr")
         tree = jax.tree.structure(args)
         index = params_index % len(args)
-        return cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)
+        processed = cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)
+        processed.interaction = interaction
+        return processed
 
     def _check_complete(self) -> None:
         registered = {number for layer in self.layers for number in layer.params}

@@ -16,17 +16,21 @@ import jax.numpy as jnp
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree
 from curvax.graph import Collected, Given, Layer, Node, Place, loops_around
+from curvax.tracing._layer_tags import check_devices
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._probe import probe
 from curvax.tracing._traced import AtLosses, LossMap, TracedFunction
 
-__all__ = ["LayerRule", "Statistic", "layer_statistics"]
+__all__ = ["LayerRule", "PullBack", "Statistic", "layer_statistics", "statistics_at"]
 
 Statistic = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
 """From the inputs of a layer at one place, and the cotangents of its outputs, to arrays."""
 
 LayerRule = Callable[[Layer, Place], Mapping[str, Statistic]]
 """The statistics of a layer at one of its places, by name."""
+
+LossArrays = Sequence[tuple[Array, ...]]
+"""For each loss, some of the arrays that it is made of."""
 
 PullBack = Callable[[LossTangents], tuple[list[dict[str, PyTree]], PyTree]]
 
@@ -45,6 +49,11 @@ def layer_statistics(
     over the places where a layer is applied and over the steps of loops, except that these are
     never held, and that places from which nothing comes back are left out. For stacked layers that
     a `scan` goes through there is one statistic for each of them, along axes in front.
+
+    Inside of `jax.shard_map` statistics are those of each device, to be summed by the caller, and
+    the cotangents of the parameters are as `jax.vjp` returns them: with `check_vma`, those of
+    parameters that all devices share are sums over all devices. So are the cotangents at the tag of
+    a generic layer, which is that of such a parameter itself.
 
     Arguments:
         func: a function that registers at least one loss.
@@ -66,7 +75,7 @@ def layer_statistics(
     Raises:
         RegistrationError: as `auto_register_tags`.
         ValueError: if statistics of the same name differ in shape from place to place, or are not
-            of a real type.
+            of a real type; or if a layer is the same on all devices, and its losses are not.
     """
     where = "curvax.tracing.layer_statistics"
     options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
@@ -74,22 +83,34 @@ def layer_statistics(
 
     def pull_back_at(func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
         at = traced.at(func_args)
-        probes = _Probes(at, rule, where)
-
-        def probed(params: Sequence[Array], zeros: Sequence[Sequence[Array]]) -> Any:
-            dependants, (others, _) = at(params, probes, dict(zip(probes.keys, zeros, strict=True)))
-            return dependants, others
-
-        dependants, transposed, others = jax.vjp(probed, at.params, probes.zeros(), has_aux=True)
-
-        def pull_back(tangents: LossTangents) -> tuple[list[dict[str, PyTree]], PyTree]:
-            params, found = transposed(like_dependants(tangents, dependants, where))
-            gradient = jax.tree.unflatten(at.processed.params_tree, params)
-            return probes.by_layer(found), gradient
-
-        return at.losses(dependants, others), pull_back
+        operands, pull_back = statistics_at(at, rule, where)
+        return at.losses(*operands), pull_back
 
     return pull_back_at
+
+
+def statistics_at(
+    at: LossMap, rule: LayerRule, where: str
+) -> tuple[tuple[LossArrays, LossArrays], PullBack]:
+    """As what `layer_statistics` returns does, for a function that is traced already.
+
+    In place of losses there is what they are made of: what depends on parameters, and the rest.
+    """
+    check_devices(at, where)
+    probes = _Probes(at, rule, where)
+
+    def probed(params: Sequence[Array], zeros: Sequence[Sequence[Array]]) -> Any:
+        dependants, (others, _) = at(params, probes, dict(zip(probes.keys, zeros, strict=True)))
+        return dependants, others
+
+    dependants, transposed, others = jax.vjp(probed, at.params, probes.zeros(), has_aux=True)
+
+    def pull_back(tangents: LossTangents) -> tuple[list[dict[str, PyTree]], PyTree]:
+        params, found = transposed(like_dependants(tangents, dependants, where))
+        gradient = jax.tree.unflatten(at.processed.params_tree, params)
+        return probes.by_layer(found), gradient
+
+    return (dependants, others), pull_back
 
 
 @dataclass
@@ -120,6 +141,7 @@ class _Probes(AtLosses):
     def __init__(self, at: LossMap, rule: LayerRule, where: str) -> None:
         self._layers = at.processed.layers
         self._where = where
+        self._varying = [*at.leaves, *at.processed.consts]
         self._totals: dict[_Key, _Total] = {}
         self._at: dict[Node, dict[_Key, Statistic]] = {}
         for number, layer in enumerate(self._layers):
@@ -127,6 +149,7 @@ class _Probes(AtLosses):
                 loops = loops_around(at.processed.program, place.node) or ()
                 own = tuple(loop for loop, has in zip(loops, place.stacked, strict=True) if has)
                 self._at[place.node] = {}
+                self._varying += [x.aval for x in place.node.equation.invars]
                 for name, statistic in rule(layer, place).items():
                     key = number, name, own
                     self._at[place.node][key] = statistic
@@ -137,7 +160,8 @@ class _Probes(AtLosses):
         return list(self._totals)
 
     def zeros(self) -> list[list[Array]]:
-        return [total.zeros() for total in self._totals.values()]
+        vary = lambda x: _compat.varying_like(x, *self._varying)
+        return [list(map(vary, total.zeros())) for total in self._totals.values()]
 
     def by_layer(self, found: Sequence[Sequence[Array]]) -> list[dict[str, PyTree]]:
         layers: list[dict[str, PyTree]] = [{} for _ in self._layers]

@@ -52,7 +52,7 @@ class TracedFunction:
                 f"(params, batch), got {type(func_args).__name__}."
             )
         leaves, tree = jax.tree.flatten(tuple(func_args))
-        key = tree, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        key = tree, _compat.call_key(leaves)
         if key in self.known:
             return LossMap(self.known[key], leaves)
         processed = self.trace(func_args)

@@ -1,0 +1,29 @@
+"""Statistics of a layer from its data, as `layer_tags_vjp` returns them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax._types import PyTree
+from curvax.blocks._layer import LayerSite
+
+__all__ = ["statistics_of_data"]
+
+
+def statistics_of_data(
+    block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerSite]
+) -> dict[str, PyTree]:
+    """The sums that `layer_statistics` would return, from inputs and cotangents at all places."""
+    totals: dict[str, PyTree] = {}
+    for site, at in zip(sites, data["sites"], strict=True):
+        for name, statistic in block.statistics(site, sites, state).items():
+            for _ in site.stacked:
+                statistic = jax.vmap(statistic)
+            value = statistic(at["inputs"], at["outputs_tangents"])
+            shared = tuple(k for k, has in enumerate(site.stacked) if not has)
+            value = jax.tree.map(lambda x, axes=shared: jnp.sum(x, axes), value)
+            before = totals.get(name)
+            totals[name] = value if before is None else jax.tree.map(jnp.add, before, value)
+    return totals

@@ -1,0 +1,265 @@
+"""Blocks that keep the whole matrix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array, PyTree
+from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._diagonal import put_total_gradient, total_gradient
+from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
+from curvax.blocks._layer import LayerSite
+from curvax.blocks._settings import get_default_eigen_decomposition_threshold
+from curvax.blocks._state import BlockState, power_key
+from curvax.linalg import (
+    WeightedMovingAverage,
+    psd_eigh,
+    psd_power,
+    spectral_power,
+    symmetric_product,
+)
+
+__all__ = ["Conv2DFull", "DenseFull", "Full", "NaiveFull", "ScaleAndShiftFull"]
+
+
+class Full(CurvatureBlock):
+    """The whole curvature matrix of a layer: the mean of outer products of examples' gradients.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        eigen_decomposition_threshold: up to how many powers are cached one by one. Of more, the
+            eigenvalues and eigenvectors are cached. None for
+            `get_default_eigen_decomposition_threshold()`.
+    """
+
+    class State(BlockState):
+        """What a full block keeps.
+
+        Attributes:
+            cache: powers and eigenvalues, as they were when they were last asked for.
+            matrix: a moving average of the matrix.
+        """
+
+        matrix: WeightedMovingAverage
+
+    max_elements: int | None = None
+    """How many elements of gradients of examples to hold at once; None for what is set."""
+
+    def __init__(
+        self, layer_tag_eq: Any, name: str, eigen_decomposition_threshold: int | None = None
+    ) -> None:
+        super().__init__(layer_tag_eq, name)
+        if eigen_decomposition_threshold is None:
+            eigen_decomposition_threshold = get_default_eigen_decomposition_threshold()
+        self._eigen_threshold = eigen_decomposition_threshold
+
+    @property
+    def cache_work(self) -> float:
+        return float(self.dim) ** 3
+
+    @property
+    def multiply_work(self) -> float:
+        return float(self.dim) ** 2
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return remarks_on_examples(self._equation.sites)
+
+    def parameters_list_to_single_vector(self, parameters_shaped_list: Sequence[Array]) -> Array:
+        """Arrays like the parameters, as one vector.
+
+        Arguments:
+            parameters_shaped_list: the arrays.
+
+        Returns:
+            The vector.
+
+        Raises:
+            ValueError: if they are not like the parameters.
+        """
+        self._check_vector(parameters_shaped_list)
+        return self.flattened(parameters_shaped_list)
+
+    def single_vector_to_parameters_list(self, vector: Array) -> tuple[Array, ...]:
+        """What `parameters_list_to_single_vector` made one vector.
+
+        Arguments:
+            vector: the vector.
+
+        Returns:
+            Arrays like the parameters.
+
+        Raises:
+            ValueError: if it has another length.
+        """
+        if vector.shape != (self.dim,):
+            raise ValueError(
+                f"curvax: a vector for the block {self.name} has the shape {(self.dim,)}, got "
+                f"{vector.shape}."
+            )
+        return self.unflattened(vector)
+
+    def averages(self, state: Any) -> Sequence[Any]:
+        return (state.matrix,)
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del state
+        return gradient_statistics(site, sites, _products, True, self.dtype, self.max_elements)
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        return {"products": gradient_terms(statistics, sites, _products, on_whole=True)}
+
+    def estimate(
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        del sites
+        return [terms["products"] / batch_size]
+
+    def to_dense_matrix(self, state: Any) -> Array:
+        matrix = state.matrix.value
+        return matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype)
+
+    def _init(
+        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
+    ) -> Any:
+        del rng
+        powers = {*exact, *approx}
+        matrix = lambda: jnp.zeros((self.dim, self.dim), self.dtype)
+        cache: dict[str, Any] = {}
+        if len(powers) > self._eigen_threshold:
+            cache["eigenvectors"] = matrix()
+        else:
+            cache = {power_key(power): matrix() for power in powers}
+        if cache_eigenvalues or "eigenvectors" in cache:
+            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
+        average = WeightedMovingAverage.zeros_array((self.dim, self.dim), self.dtype)
+        state: Any = self.State
+        return state(cache=cache, matrix=average)
+
+    def _multiply_matpower(
+        self,
+        state: Any,
+        vector: tuple[Array, ...],
+        identity_weight: Array,
+        power: float,
+        exact_power: bool,
+        use_cached: bool,
+    ) -> tuple[Array, ...]:
+        del exact_power  # It is always exact.
+        flat = self.flattened(vector)
+        if not use_cached:
+            matrix = psd_power(state.matrix.value, identity_weight, power)
+        elif "eigenvectors" in (state.cache or ()):
+            values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
+            powers = spectral_power(values + identity_weight.astype(values.dtype), power)
+            return self.unflattened(vectors @ (powers * (flat @ vectors)))
+        else:
+            matrix = self._cached(state, power_key(power))
+        return self.unflattened(matrix @ flat)
+
+    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+        if use_cached:
+            return self._cached(state, "eigenvalues")
+        return psd_eigh(state.matrix.value)[0]
+
+    def _update_cache(
+        self,
+        state: Any,
+        identity_weight: Array,
+        exact: Sequence[float],
+        approx: Sequence[float],
+        eigenvalues: bool,
+    ) -> Any:
+        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        matrix = state.matrix.value * scale
+        if "eigenvectors" in state.cache:
+            state.cache["eigenvalues"], state.cache["eigenvectors"] = psd_eigh(matrix)
+            return state
+        for power in {*exact, *approx}:
+            self._cached(state, power_key(power))
+            state.cache[power_key(power)] = psd_power(matrix, identity_weight, power)
+        if eigenvalues:
+            state.cache["eigenvalues"] = psd_eigh(matrix)[0]
+        return state
+
+
+class DenseFull(Full):
+    """A `Full` block for dense layers."""
+
+
+class Conv2DFull(Full):
+    """A `Full` block for convolutions.
+
+    The gradients of single examples are computed, some at a time.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        max_elements_for_vmap: how many elements of such gradients to hold at once; None for
+            `get_max_parallel_elements()`.
+    """
+
+    def __init__(
+        self, layer_tag_eq: Any, name: str, max_elements_for_vmap: int | None = None
+    ) -> None:
+        super().__init__(layer_tag_eq, name)
+        self.max_elements = max_elements_for_vmap
+
+    @property
+    def max_elements_for_vmap(self) -> int | None:
+        """How many elements of gradients of examples to hold at once."""
+        return self.max_elements
+
+
+class ScaleAndShiftFull(Full):
+    """A `Full` block for layers that scale and shift."""
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the layer has a scale."""
+        return self.layer_tag_extra_params["has_scale"]
+
+    @property
+    def has_shift(self) -> bool:
+        """Whether the layer has a shift."""
+        return self.layer_tag_extra_params["has_shift"]
+
+
+class NaiveFull(Full):
+    """The matrix `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
+
+    It needs to know nothing of the layer; see `NaiveDiagonal`.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        eigen_decomposition_threshold: as in `Full`.
+    """
+
+    sums_batch = True
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return ("only the gradient of all examples together is known: estimates are noisy",)
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del state
+        return total_gradient(site, sites, self.dtype)
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        flat = self.flattened(put_total_gradient(statistics, sites))
+        return {"products": jnp.outer(flat, flat)}
+
+
+def _products(gradients: list[Array]) -> Array:
+    flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
+    return symmetric_product(flat)

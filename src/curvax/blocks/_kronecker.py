@@ -1,0 +1,294 @@
+"""`TwoKroneckerFactored`: curvature as the Kronecker product of two small matrices.
+
+At a layer with weights, the gradient of an example is a sum, over the positions where the weights
+are applied, of outer products of inputs and cotangents. K-FAC takes inputs and cotangents, at all
+positions, to be independent: the curvature is then the product of the second moments of both.
+Where weights are applied at several positions, there are two ways to do so:
+
+- "expand": positions are independent as well. The factor of the inputs is an average over examples
+  and positions, that of the outputs an average over examples of a sum over positions. Exact for a
+  linear network with a loss at each position.
+- "reduce": inputs are averaged over the positions of an example, and cotangents summed, before
+  anything is multiplied. Exact for a linear network that averages over positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array, PyTree
+from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._factors import (
+    input_moment,
+    input_sums,
+    matrix_of_params,
+    matrix_shape,
+    num_rows,
+    output_moment,
+    output_sums,
+    params_of_matrix,
+)
+from curvax.blocks._layer import LayerSite
+from curvax.blocks._state import BlockState, power_key
+from curvax.linalg import DenseSide, DiagonalSide, Kronecker, Side, WeightedMovingAverage
+
+__all__ = ["TwoKroneckerFactored", "WeightSharing"]
+
+WeightSharing = Literal["expand", "reduce"]
+
+MAX_FACTOR_SIZE = 8192
+"""Factors that are wider than this are diagonal."""
+
+
+class TwoKroneckerFactored(CurvatureBlock):
+    """The Kronecker product of a factor for inputs and one for outputs, for layers with weights.
+
+    A bias is one more row of the weights. Several matrices (layers of a stack, heads, groups of
+    channels) have factors of their own, along axes in front. Weights that are also used the other
+    way round, as a tied table is, have a pair of factors for each way; both pairs are scaled so
+    that the traces of their factors, divided by the sizes, are the same, and added up.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        weight_sharing: "expand" or "reduce", where weights are applied at several positions.
+        max_factor_size: a factor that is wider is kept as its diagonal.
+    """
+
+    class State(BlockState):
+        """What a Kronecker-factored block keeps.
+
+        Attributes:
+            cache: powers of both factors and eigenvalues, as they were when last asked for.
+            inputs_factor: a moving average of the factor of the inputs.
+            outputs_factor: a moving average of the factor of the outputs.
+        """
+
+        inputs_factor: WeightedMovingAverage
+        outputs_factor: WeightedMovingAverage
+
+    splits_parts = True
+
+    def __init__(
+        self,
+        layer_tag_eq: Any,
+        name: str,
+        *,
+        weight_sharing: WeightSharing = "expand",
+        max_factor_size: int = MAX_FACTOR_SIZE,
+    ) -> None:
+        super().__init__(layer_tag_eq, name)
+        if weight_sharing not in ("expand", "reduce"):
+            raise ValueError(
+                f"curvax.{type(self).__name__}: weight_sharing is 'expand' or 'reduce', got "
+                f"{weight_sharing!r}."
+            )
+        self._weight_sharing = weight_sharing
+        first = self._equation.sites[0]
+        heads, inputs, outputs = matrix_shape(first)
+        stack = (*first.stack, *heads)
+        indexed = {self._is_swapped(s) for s in self._equation.sites if s.kind == "embedding_tag"}
+        self._kronecker = Kronecker(
+            _side(inputs, stack, inputs > max_factor_size or False in indexed),
+            _side(outputs, stack, outputs > max_factor_size or True in indexed),
+        )
+        self._max_factor_size = max_factor_size
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias."""
+        return self.number_of_parameters > 1
+
+    @property
+    def cache_work(self) -> float:
+        return sum(side.work for side in (self._kronecker.inputs, self._kronecker.outputs))
+
+    @property
+    def multiply_work(self) -> float:
+        return float(self.dim) * (self._kronecker.inputs.size + self._kronecker.outputs.size)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        sides = {"inputs": self._kronecker.inputs, "outputs": self._kronecker.outputs}
+        found = [
+            f"the factor of the {name} is diagonal: it has {side.size} rows, more than "
+            f"{self._max_factor_size}"
+            for name, side in sides.items()
+            if side.size > self._max_factor_size
+        ]
+        if self._weight_sharing == "reduce" and not self._reduces(self._equation.sites):
+            found.append(
+                "which positions belong to one example is not known, or differs from place to "
+                "place: weight_sharing is 'expand'"
+            )
+        return tuple(found)
+
+    def averages(self, state: Any) -> Sequence[Any]:
+        return state.inputs_factor, state.outputs_factor
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del state
+        role, dtype = self._role(site), self.dtype
+        if self._reduces(sites):
+            return {
+                f"inputs{role}": lambda x, _: input_sums(site, x[0], dtype),
+                f"outputs{role}": lambda _, g: output_sums(site, g[0], dtype),
+            }
+        inputs, outputs = self._sides(role)
+        return {
+            f"inputs{role}": lambda x, _: input_moment(site, inputs, x[0], dtype),
+            f"outputs{role}": lambda _, g: output_moment(site, outputs, g[0], dtype),
+        }
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        if not self._reduces(sites):
+            return dict(statistics)
+        found: dict[str, PyTree] = {}
+        for role in self._roles(sites):
+            inputs, outputs = self._sides(role)
+            found[f"inputs{role}"] = inputs.of_rows(statistics[f"inputs{role}"])
+            found[f"outputs{role}"] = outputs.of_rows(statistics[f"outputs{role}"])
+        return found
+
+    def estimate(
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        pairs = []
+        for role in self._roles(sites):
+            rows = sum(num_rows(site) for site in sites if self._role(site) == role)
+            if self._reduces(sites):
+                # Of each example, the mean over its positions.
+                rows *= rows / next(s.num_counted for s in sites if self._role(s) == role)
+            inputs = terms[f"inputs{role}"] / max(rows, 1)
+            outputs = terms[f"outputs{role}"] / (batch_size * self.fixed_scale())
+            pairs.append((outputs, inputs) if role else (inputs, outputs))
+        return pairs[0] if len(pairs) == 1 else self._together(pairs)
+
+    def _init(
+        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
+    ) -> Any:
+        del rng
+        sides = self._kronecker.inputs, self._kronecker.outputs
+        zeros = [jnp.zeros(side.shape, self.dtype) for side in sides]
+        names = ("inputs_factor", "outputs_factor")
+        cache: dict[str, Any] = {
+            power_key(power): dict(zip(names, zeros, strict=True)) for power in approx
+        }
+        if exact:
+            eigen = self._kronecker.eigen(*zeros)
+            cache["eigen"] = {name: jnp.zeros_like(x) for name, x in eigen.items()}
+        if cache_eigenvalues:
+            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
+        averages = [WeightedMovingAverage.zeros_array(side.shape, self.dtype) for side in sides]
+        return self._state(cache, *averages)
+
+    def _state(self, cache: dict[str, Any], inputs: Any, outputs: Any) -> Any:
+        state: Any = self.State
+        return state(cache=cache, inputs_factor=inputs, outputs_factor=outputs)
+
+    def _multiply_matpower(
+        self,
+        state: Any,
+        vector: tuple[Array, ...],
+        identity_weight: Array,
+        power: float,
+        exact_power: bool,
+        use_cached: bool,
+    ) -> tuple[Array, ...]:
+        site, kronecker = self._equation.sites[0], self._kronecker
+        x = matrix_of_params(site, vector)
+        if exact_power and use_cached:
+            eigen = self._cached(state, "eigen")
+            x = kronecker.multiply_power(eigen, x, identity_weight, power)
+        elif exact_power and power == 1:
+            x = identity_weight.astype(x.dtype) * x + kronecker.multiply(*self._values(state), x)
+        elif exact_power:
+            eigen = kronecker.eigen(*self._values(state))
+            x = kronecker.multiply_power(eigen, x, identity_weight, power)
+        elif use_cached:
+            cached = self._cached(state, power_key(power))
+            x = kronecker.multiply(cached["inputs_factor"], cached["outputs_factor"], x)
+        else:
+            powers = kronecker.power(*self._values(state), identity_weight, power)
+            x = kronecker.multiply(*powers, x)
+        return tuple(params_of_matrix(site, x))
+
+    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+        if use_cached:
+            return self._cached(state, "eigenvalues")
+        eigen = self._kronecker.eigen(*self._values(state))
+        return self._kronecker.eigenvalues(eigen).reshape(-1)
+
+    def _update_cache(
+        self,
+        state: Any,
+        identity_weight: Array,
+        exact: Sequence[float],
+        approx: Sequence[float],
+        eigenvalues: bool,
+    ) -> Any:
+        inputs, outputs = self._values(state)
+        inputs = inputs * jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        for power in approx:
+            self._cached(state, power_key(power))
+            powers = self._kronecker.power(inputs, outputs, identity_weight, power)
+            names = ("inputs_factor", "outputs_factor")
+            state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
+        if not exact and not eigenvalues:
+            return state
+        eigen = self._kronecker.eigen(inputs, outputs)
+        if exact:
+            self._cached(state, "eigen")
+            state.cache["eigen"] = eigen
+        if eigenvalues:
+            state.cache["eigenvalues"] = self._kronecker.eigenvalues(eigen).reshape(-1)
+        return state
+
+    def _values(self, state: Any) -> tuple[Array, Array]:
+        return state.inputs_factor.value, state.outputs_factor.value
+
+    def _reduces(self, sites: Sequence[LayerSite]) -> bool:
+        """Whether sums over the positions of each example are taken first."""
+        counts = {site.num_examples for site in sites}
+        return self._weight_sharing == "reduce" and len(counts) == 1 and None not in counts
+
+    def _is_swapped(self, site: LayerSite) -> bool:
+        """Whether the weights are used the other way round than at the first place."""
+        layouts = lambda s: (s.constants.get("layouts") or (None,))[0]
+        first = self._equation.sites[0]
+        return not site.is_conv and layouts(site) != layouts(first)
+
+    def _role(self, site: LayerSite) -> str:
+        return " swapped" if self._is_swapped(site) else ""
+
+    def _roles(self, sites: Sequence[LayerSite]) -> list[str]:
+        return list(dict.fromkeys(self._role(site) for site in sites))
+
+    def _sides(self, role: str) -> tuple[Side, Side]:
+        """The sides that inputs and outputs have at places of a role."""
+        inputs, outputs = self._kronecker.inputs, self._kronecker.outputs
+        return (outputs, inputs) if role else (inputs, outputs)
+
+    def _together(self, pairs: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """One pair for several, so that of equal ones it is as many times their product."""
+        sides = self._kronecker.inputs, self._kronecker.outputs
+        totals = [jnp.zeros(side.shape, self.dtype) for side in sides]
+        for pair in pairs:
+            means = [side.trace(x) / side.size for side, x in zip(sides, pair, strict=True)]
+            is_zero = (means[0] <= 0) | (means[1] <= 0)
+            first, last = (jnp.where(is_zero, 1, mean) for mean in means)
+            ratio = jnp.sqrt(last / first)
+            for k, (x, scale) in enumerate(zip(pair, (ratio, 1 / ratio), strict=True)):
+                scale = scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))
+                totals[k] = totals[k] + scale * x
+        root = len(pairs) ** 0.5
+        return totals[0] / root, totals[1] / root
+
+
+def _side(size: int, stack: tuple[int, ...], is_diagonal: bool) -> Side:
+    return DiagonalSide(size, stack) if is_diagonal else DenseSide(size, stack)

@@ -1,0 +1,192 @@
+"""`ExplicitExactCurvature`: the whole curvature matrix, from gradients of single examples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from curvax._tree import Static
+from curvax._types import Array, Fun, PyTree
+from curvax.batching import AccumulationType, microbatch
+from curvax.blocks import (
+    Full,
+    LayerEquation,
+    LayerSite,
+    NaiveFull,
+    get_max_parallel_elements,
+)
+from curvax.curvature._block_diagonal import BlockDiagonalCurvature
+from curvax.curvature._microbatches import axes_of, length_of
+from curvax.curvature._modes import check_mode, draws, num_passes, sweeps
+from curvax.curvature._structure import BlockCtor, Structure
+from curvax.linalg import symmetric_product
+from curvax.tags import generic_tag
+
+__all__ = ["ExplicitExactCurvature"]
+
+
+class ExplicitExactCurvature(BlockDiagonalCurvature):
+    """The whole curvature matrix, as one dense block.
+
+    It is the mean over examples of outer products of gradients, each of one example alone. So it
+    takes a time that grows with the number of examples, memory that grows with the square of the
+    number of parameters, and each example must be a batch of its own. In the modes `fisher_exact`
+    and `ggn_exact` it is exact.
+
+    Arguments:
+        func: the model function, which registers at least one loss.
+        params_index: which of its arguments are the parameters.
+        batch_index: which of them is the batch. All its arrays have the examples along their first
+            axis.
+        default_estimation_mode: the mode of `update_curvature_matrix_estimate` if none is given.
+        layer_tag_to_block_ctor: a class of blocks under "generic_tag", in place of `NaiveFull`.
+        index_to_block_ctor: the same, under the numbers of all parameters.
+        auto_register_tags: without effect: layers do not matter here.
+        microbatch_size: how many examples to take at a time; if neither this nor a budget is given,
+            as many as have `get_max_parallel_elements()` elements.
+        memory_budget: how much memory an update may use, as in `curvax.microbatch`.
+        auto_register_kwargs: as in `curvax.auto_register_tags`.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def func(w, x):
+        ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+        >>> estimator = curvax.ExplicitExactCurvature(func)
+        >>> state = estimator.init(jax.random.key(0), args, None, None)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     state, 0.0, 1.0, 2, jax.random.key(0), args, None
+        ... )
+        >>> estimator.to_dense_matrix(state)
+        Array([[5., 1.],
+               [1., 2.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        func: Fun,
+        params_index: int = 0,
+        batch_index: int | Sequence[int] = 1,
+        default_estimation_mode: str = "fisher_exact",
+        layer_tag_to_block_ctor: Mapping[str, BlockCtor] | None = None,
+        index_to_block_ctor: Mapping[tuple[int, ...], BlockCtor] | None = None,
+        auto_register_tags: bool = True,
+        *,
+        microbatch_size: int | None = None,
+        memory_budget: int | float | str | None = None,
+        **auto_register_kwargs: Any,
+    ) -> None:
+        del auto_register_tags
+        only_losses = {"register_only_generic": True, "allow_unused_params": True}
+        super().__init__(
+            func,
+            params_index,
+            default_estimation_mode,
+            layer_tag_to_block_ctor,
+            index_to_block_ctor,
+            microbatch_size=microbatch_size,
+            memory_budget=memory_budget,
+            batch_index=batch_index,
+            **{**auto_register_kwargs, **only_losses},
+        )
+        self._batch_index = batch_index
+
+    @property
+    def batch_index(self) -> int | Sequence[int]:
+        """Which argument of the function is the batch."""
+        return self._batch_index
+
+    def update_curvature_matrix_estimate(
+        self,
+        state: Any,
+        ema_old: ArrayLike,
+        ema_new: ArrayLike,
+        batch_size: ArrayLike,
+        rng: Array,
+        func_args: Sequence[PyTree],
+        pmap_axis_name: str | None,
+        estimation_mode: str | None = None,
+    ) -> Any:
+        mode = check_mode(estimation_mode or self.default_estimation_mode)
+        self.finalize(func_args)
+        batch = self._batch.of(func_args)
+        (block,), (own,) = self._known.blocks, state.blocks_states
+        run = microbatch(
+            self._examples,
+            argnums=(3, 4),
+            accumulator=AccumulationType.SUM,
+            in_axes=[axes_of(batch), 0],
+            **self._sizes_for(func_args, mode),
+        )
+        keys = jax.random.split(rng, length_of(batch))
+        terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
+        sites = block.sites_of({})
+        new = block.take_in(own, terms, sites, ema_old, ema_new, batch_size, pmap_axis_name)
+        return self.State((new,))
+
+    def _make(self, func_args: Sequence[PyTree]) -> Structure:
+        at = self._traced.at(self._first_example(func_args))
+        variables = at.processed.params_vars_flat
+        indices = tuple(range(len(variables)))
+        ctor = self._index_ctors.get(indices) or self._tag_ctors.get(generic_tag.name) or NaiveFull
+        tag = at.processed.layer_tags[0]
+        shapes = tuple(v.aval.shape for v in variables)
+        site = LayerSite(tag, shapes)
+        equation = LayerEquation(None, (site,), tuple(v.aval.dtype for v in variables))
+        return Structure.of(at, (indices,), (ctor(equation, "all parameters"),), self._where)
+
+    def _first_example(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        batch = self._batch.of(func_args)
+        one = lambda x, axis: x if axis is None else jnp.asarray(x)[:1]
+        leaves, tree = jax.tree.flatten(batch)
+        axes = jax.tree.leaves(axes_of(batch), is_leaf=lambda axis: axis is None)
+        first = [one(x, axis) for x, axis in zip(leaves, axes, strict=True)]
+        return self._batch.replace(func_args, jax.tree.unflatten(tree, first))
+
+    def _sizes_for(self, func_args: Sequence[PyTree], mode: str) -> dict[str, Any]:
+        """How many examples to take at a time."""
+        if not self._at_once:
+            return self._sizes
+        at = self._traced.at(self._first_example(func_args))
+        rows = num_passes(mode, draws(at, mode, jax.random.key(0)))
+        size = get_max_parallel_elements() // max(self.dim * rows, 1)
+        length = length_of(self._batch.of(func_args))
+        return {"microbatch_size": min(max(size, 1), max(length, 1))}
+
+    def _examples(
+        self, mode: Static[str], others: PyTree, state: Any, batch: PyTree, keys: Array
+    ) -> dict[str, PyTree]:
+        """The sum over some examples of the terms of their gradients."""
+        (block,) = self._known.blocks
+
+        leaves, tree = jax.tree.flatten(batch)
+        axes = jax.tree.leaves(axes_of(batch), is_leaf=lambda axis: axis is None)
+
+        def of_example(example: Sequence[Array], key: Array) -> list[Array]:
+            pairs = zip(example, axes, strict=True)
+            alone = jax.tree.unflatten(tree, [x if axis is None else x[None] for x, axis in pairs])
+            return self._gradients(self._batch.replace(others, alone), mode.value, key)
+
+        gradients = jax.vmap(of_example, (axes, 0))(leaves, keys)
+        rows = [x.reshape(-1, *x.shape[2:]) for x in gradients]
+        if isinstance(block, Full):
+            flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
+            return {"products": symmetric_product(flat.astype(block.dtype))}
+        terms = lambda own: block.terms({"total 0": own}, block.sites_of({}), state)
+        return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
+
+    def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:
+        """The gradients of a batch of one example in all passes, by parameter."""
+        at = self._traced.at(func_args)
+        dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
+        passes = sweeps(at, (dependants, others), mode, draws(at, mode, key))
+        each = [
+            lax.map(lambda k, s=sweep: transposed(s.cotangents(k))[0], jnp.arange(sweep.count))
+            for sweep in passes
+        ]
+        return [jnp.concatenate(xs) for xs in zip(*each, strict=True)]

@@ -1,0 +1,48 @@
+"""What each block of an estimate is, as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from curvax.blocks import CurvatureBlock
+
+__all__ = ["BlockRow", "CurvatureReport", "report_of"]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block."""
+
+    params: tuple[str, ...]
+    block: str
+    dim: int
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CurvatureReport:
+    """All blocks of an estimate; it prints as a table."""
+
+    rows: tuple[BlockRow, ...]
+
+    def __str__(self) -> str:
+        head = ("block", "elements", "parameters", "remarks")
+        table = [head] + [
+            (row.block, str(row.dim), ", ".join(row.params), "; ".join(row.remarks))
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+
+def report_of(blocks: Sequence[CurvatureBlock], params: Sequence[Sequence[str]]) -> CurvatureReport:
+    """The table of some blocks and the names of their parameters."""
+    rows = [
+        BlockRow(tuple(names), type(block).__name__, block.dim, block.remarks)
+        for block, names in zip(blocks, params, strict=True)
+    ]
+    return CurvatureReport(tuple(rows))

@@ -1,0 +1,24 @@
+"""Matrices of curvature: moving averages, PSD powers and inverses, Kronecker products.
+
+Nothing here knows of layers.
+"""
+
+from curvax.linalg._kronecker import (
+    Eigen as Eigen,
+    Kronecker as Kronecker,
+    from_basis as from_basis,
+    to_basis as to_basis,
+)
+from curvax.linalg._moving_average import WeightedMovingAverage as WeightedMovingAverage
+from curvax.linalg._psd import (
+    add_identity as add_identity,
+    psd_eigh as psd_eigh,
+    psd_power as psd_power,
+    spectral_power as spectral_power,
+)
+from curvax.linalg._sides import (
+    DenseSide as DenseSide,
+    DiagonalSide as DiagonalSide,
+    Side as Side,
+)
+from curvax.linalg._symmetric import symmetric_product as symmetric_product

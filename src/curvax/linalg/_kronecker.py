@@ -1,0 +1,88 @@
+"""Kronecker products of two PSD matrices: damping, powers and eigenvalues.
+
+The matrix `kron(inputs, outputs)` acts on an array `x` of the shape (inputs, outputs) as
+`inputs @ x @ outputs`. A multiple of the identity that is added to it has no such form. Exactly,
+it is added to the eigenvalues. Approximately, it is split between both factors, so that each
+gets the more of it the larger it is on average (`pi` is the ratio of their scales); this needs no
+eigenvectors.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array
+from curvax.linalg._psd import spectral_power
+from curvax.linalg._sides import Side
+
+__all__ = ["Eigen", "Kronecker", "from_basis", "to_basis"]
+
+Eigen = dict[str, Array]
+"""Eigenvalues and eigenvectors of both sides; of a diagonal side only the values."""
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """How to compute with `kron(inputs, outputs)`."""
+
+    inputs: Side
+    outputs: Side
+
+    def power(
+        self, inputs: Array, outputs: Array, identity_weight: ArrayLike, power: float
+    ) -> tuple[Array, Array]:
+        """A power of both factors, with the identity split between them by `pi`."""
+        scales = [
+            side.trace(matrix) / side.size
+            for side, matrix in ((self.inputs, inputs), (self.outputs, outputs))
+        ]
+        are_zero = (scales[0] <= 0) | (scales[1] <= 0)
+        first, last = (jnp.where(are_zero, 1, scale) for scale in scales)
+        pi = jnp.sqrt(first / last)
+        root = jnp.sqrt(jnp.asarray(identity_weight).astype(pi.dtype))
+        return (
+            self.inputs.power(inputs, root * pi, power),
+            self.outputs.power(outputs, root / pi, power),
+        )
+
+    def multiply(self, inputs: Array, outputs: Array, x: Array) -> Array:
+        """`inputs @ x @ outputs`."""
+        return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
+
+    def eigen(self, inputs: Array, outputs: Array) -> Eigen:
+        """The eigenvalues and eigenvectors of both factors."""
+        found: Eigen = {}
+        sides = (("inputs", self.inputs, inputs), ("outputs", self.outputs, outputs))
+        for name, side, matrix in sides:
+            values, vectors = side.eigen(matrix)
+            found[f"{name}_values"] = values
+            if vectors is not None:
+                found[f"{name}_vectors"] = vectors
+        return found
+
+    def eigenvalues(self, eigen: Eigen) -> Array:
+        """All eigenvalues of the product, in the shape (..., inputs, outputs)."""
+        return eigen["inputs_values"][..., :, None] * eigen["outputs_values"][..., None, :]
+
+    def multiply_power(
+        self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float
+    ) -> Array:
+        """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
+        weight = jnp.asarray(identity_weight).astype(x.dtype)[..., None, None]
+        values = spectral_power(self.eigenvalues(eigen) + weight, power, axes=(-2, -1))
+        return from_basis(eigen, values * to_basis(eigen, x))
+
+
+def to_basis(eigen: Eigen, x: Array) -> Array:
+    """`x` in the basis of eigenvectors."""
+    if "inputs_vectors" in eigen:
+        x = jnp.matrix_transpose(eigen["inputs_vectors"]) @ x
+    return x @ eigen["outputs_vectors"] if "outputs_vectors" in eigen else x
+
+
+def from_basis(eigen: Eigen, x: Array) -> Array:
+    """What `to_basis` made of it, back."""
+    if "inputs_vectors" in eigen:
+        x = eigen["inputs_vectors"] @ x
+    return x @ jnp.matrix_transpose(eigen["outputs_vectors"]) if "outputs_vectors" in eigen else x

@@ -1,0 +1,152 @@
+"""The sides of a Kronecker product: matrices that are dense, or diagonal where they would be wide.
+
+A side says what its arrays look like and does to them what a block needs. Several matrices, one
+for each layer of a stack or for each head, are along axes in front. What a side is applied to has
+the shape (..., inputs, outputs): the first side acts along the inputs, the second on the outputs.
+"""
+
+import abc
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array
+from curvax.linalg._psd import psd_eigh, psd_power, spectral_power
+from curvax.linalg._symmetric import symmetric_product
+
+__all__ = ["DenseSide", "DiagonalSide", "Side"]
+
+
+@dataclass(frozen=True)
+class Side(abc.ABC):
+    """One factor of a Kronecker product: `size` by `size` matrices, `stack` of them."""
+
+    size: int
+    stack: tuple[int, ...] = ()
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that holds it."""
+
+    @property
+    @abc.abstractmethod
+    def work(self) -> float:
+        """About how many operations a power of it takes."""
+
+    @abc.abstractmethod
+    def of_rows(self, rows: Array) -> Array:
+        """The sum of outer products of rows (..., number, size)."""
+
+    @abc.abstractmethod
+    def of_dense(self, matrix: Array) -> Array:
+        """This side of a dense matrix."""
+
+    @abc.abstractmethod
+    def of_diagonal(self, diagonal: Array) -> Array:
+        """This side of a diagonal matrix."""
+
+    @abc.abstractmethod
+    def trace(self, matrix: Array) -> Array:
+        """The trace of each matrix."""
+
+    @abc.abstractmethod
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+        """`(matrix + identity_weight * identity) ** power`."""
+
+    @abc.abstractmethod
+    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
+        """Eigenvalues and eigenvectors; None if these are the unit vectors."""
+
+    @abc.abstractmethod
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        """`matrix @ x`."""
+
+    @abc.abstractmethod
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        """`x @ matrix`."""
+
+    @abc.abstractmethod
+    def dense(self, matrix: Array) -> Array:
+        """The matrices themselves."""
+
+
+class DenseSide(Side):
+    """A side of dense matrices."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack, self.size, self.size)
+
+    @property
+    def work(self) -> float:
+        return float(math.prod(self.stack)) * self.size**3
+
+    def of_rows(self, rows: Array) -> Array:
+        return symmetric_product(rows)
+
+    def of_dense(self, matrix: Array) -> Array:
+        return matrix
+
+    def of_diagonal(self, diagonal: Array) -> Array:
+        return diagonal[..., None] * jnp.eye(self.size, dtype=diagonal.dtype)
+
+    def trace(self, matrix: Array) -> Array:
+        return jnp.trace(matrix, axis1=-2, axis2=-1)
+
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+        return psd_power(matrix, identity_weight, power)
+
+    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
+        return psd_eigh(matrix)
+
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        return matrix @ x
+
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        return x @ matrix
+
+    def dense(self, matrix: Array) -> Array:
+        return matrix
+
+
+class DiagonalSide(Side):
+    """A side of diagonal matrices, held as their diagonals."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack, self.size)
+
+    @property
+    def work(self) -> float:
+        return float(math.prod(self.stack)) * self.size
+
+    def of_rows(self, rows: Array) -> Array:
+        return jnp.sum(rows**2, axis=-2)
+
+    def of_dense(self, matrix: Array) -> Array:
+        return jnp.diagonal(matrix, axis1=-2, axis2=-1)
+
+    def of_diagonal(self, diagonal: Array) -> Array:
+        return diagonal
+
+    def trace(self, matrix: Array) -> Array:
+        return jnp.sum(matrix, axis=-1)
+
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+        weight = jnp.asarray(identity_weight).astype(matrix.dtype)[..., None]
+        return spectral_power(matrix + weight, power)
+
+    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
+        return matrix, None
+
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        return matrix[..., :, None] * x
+
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        return x * matrix[..., None, :]
+
+    def dense(self, matrix: Array) -> Array:
+        return matrix[..., None] * jnp.eye(self.size, dtype=matrix.dtype)

@@ -1,0 +1,25 @@
+"""What is computed at layers inside of `shard_map`, summed over devices, is that of one device.
+
+JAX fixes its number of devices when it starts, so the checks run in a process of their own, which
+has two: `device_programs.py`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAMS = Path(__file__).with_name("device_programs.py")
+
+
+def test_sums_over_devices_are_those_of_one():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    run = subprocess.run(
+        [sys.executable, str(PROGRAMS)],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "programs agree" in run.stdout
