@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 JAX_09 := VENV=.venv-jax09 CONSTRAINTS=constraints/jax-0.9.txt
+KFAC := .venv-kfac
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
@@ -48,7 +49,7 @@ lint: $(VENV)/.group-lint ## style, format and types
 	@echo "==> lint: basedpyright"
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-bench: $(VENV)/.group-bench ## run every benchmark in turn
+bench: $(VENV)/.group-bench $(KFAC)/.kfac-jax ## run every benchmark in turn
 	@set -e; for script in $(BENCHMARKS); do \
 	  echo "==> bench: $$script"; $(BIN)/python $$script; \
 	done
@@ -96,4 +97,12 @@ $(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(VENV)/.group-%: $(VENV)/.curvax
 	@echo "==> set-up: installing the $* tools into $(VENV)"
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --group $*
+	@touch $@
+
+# Whom benchmarks/curvature.py compares with; it needs a JAX that is older than ours.
+$(KFAC)/.kfac-jax:
+	@echo "==> set-up: installing kfac-jax 0.0.8 and JAX 0.8.2 into $(KFAC)"
+	@$(PYTHON) -m venv $(KFAC)
+	@$(KFAC)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  'kfac-jax==0.0.8' 'jax==0.8.2' 'jaxlib==0.8.2'
 	@touch $@

@@ -19,6 +19,7 @@ FOUNDATION = {
     "_lazy": set(),
     "_types": set(),
     "_checks": set(),
+    "_table": set(),
     "_compat": {"_types"},
     "_tree": {"_types", "_compat"},
     "_rows": {"_types", "_compat"},

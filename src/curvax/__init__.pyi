@@ -48,10 +48,16 @@ from curvax.conv import (
 from curvax.curvature import (
     BlockDiagonalCurvature as BlockDiagonalCurvature,
     CurvatureEstimator as CurvatureEstimator,
+    CurvatureOperator as CurvatureOperator,
     CurvatureReport as CurvatureReport,
     ExplicitExactCurvature as ExplicitExactCurvature,
     ImplicitExactCurvature as ImplicitExactCurvature,
+    SpectralDensity as SpectralDensity,
+    VerificationReport as VerificationReport,
+    as_linear_operator as as_linear_operator,
     default_batch_size_extractor as default_batch_size_extractor,
+    spectral_density as spectral_density,
+    verify_curvature as verify_curvature,
 )
 from curvax.diffops import (
     fisher_information as fisher_information,

@@ -35,7 +35,7 @@ def test_over_two_decades_it_fits_and_a_tenth_more_does_not(name):
     program = PROGRAMS[name]()
     least = needs(program, 1)
     sizes = []
-    for budget in (1.2 * least, 12 * least, 120 * least):
+    for budget in (1.2 * least, 120 * least):
         plan = planned(program, int(budget))
         sizes.append(plan.batch_size)
         assert plan.budget_bytes == int(budget)
@@ -46,7 +46,7 @@ def test_over_two_decades_it_fits_and_a_tenth_more_does_not(name):
                 larger = -(-plan.max_size // (plan.num_batches - 1))
             assert needs(program, larger) > budget
     assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[2]
+    assert sizes[0] < sizes[-1]
 
 
 def test_the_plan_is_of_the_program_that_runs():

@@ -26,13 +26,18 @@ def compute(f: Any, *args: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """The report, the layers with their data and statistics, and the gradient of the loss."""
+    """The report, the layers with their data and statistics, and the gradient of the loss.
+
+    And what an estimate of curvature makes of the gradient, with its state and inverse.
+    """
 
     report: Any
     layers: Any
     data: Any
     statistics: Any
     gradient: Any
+    state: Any
+    step: Any
 
 
 def layer_data(loss: Any, **options: Any) -> Any:
@@ -53,6 +58,25 @@ def statistics(loss: Any, **options: Any) -> Any:
     def found(*args: Any) -> Any:
         losses, pull_back = pull_back_at(args)
         return pull_back([loss.grad_of_evaluate(None, "regular") for loss in losses])[0]
+
+    return found
+
+
+def preconditioned(loss: Any, args: Any, **options: Any) -> Any:
+    """A function for an estimate of curvature, and its inverse times a vector."""
+    estimator = curvax.BlockDiagonalCurvature(
+        loss, default_estimation_mode="ggn_curvature_prop", **options
+    )
+    state = estimator.init(jax.random.key(0), args, None, -1)
+    batch_size = jax.tree.leaves(args[1:])[0].shape[0]
+
+    def found(vector: Any, *args: Any) -> Any:
+        ema = (0.0, 1.0)
+        new = estimator.update_curvature_matrix_estimate(
+            state, *ema, batch_size, jax.random.key(1), args, None
+        )
+        new = estimator.update_cache(new, 1e-3, None, -1, False, None)
+        return new, estimator.multiply_inverse(new, vector, 1e-3, False, True, None)
 
     return found
 
@@ -79,7 +103,12 @@ def measured(entry: Entry) -> Measured:
     done = {"auto_register_tags": False}
     layers = curvax.ProcessedJaxpr.make_from_func(tagged, args, **done).layers
     data_at, statistics_at = layer_data(tagged, **done), statistics(tagged, **done)
-    everything = lambda *args: (data_at(*args), statistics_at(*args), jax.grad(model.loss)(*args))
+    step_at = preconditioned(tagged, args, **done)
+
+    def everything(*args: Any) -> Any:
+        gradient = jax.grad(model.loss)(*args)
+        return data_at(*args), statistics_at(*args), gradient, *step_at(gradient, *args)
+
     return Measured(report, layers, *compute(everything, *args))
 
 

@@ -71,6 +71,25 @@ class TestEachModel:
                 assert_close(got, gradient.pop(number), entry.get().accuracy)
         assert not gradient
 
+    @each_model
+    def test_its_curvature_is_estimated_and_inverted(self, entry):
+        found = measured(entry)
+        numbers = [x for x in jax.tree.leaves((found.state, found.step)) if x.dtype.kind == "f"]
+        assert all(np.isfinite(x).all() for x in numbers)
+        slopes = jax.tree.map(lambda g, s: np.sum(g * s), found.gradient, found.step)
+        assert sum(jax.tree.leaves(slopes)) > 0
+        averages = [
+            average
+            for average in jax.tree.leaves(found.state, is_leaf=is_average)
+            if is_average(average)
+        ]
+        assert all(average.weight == 1 and average.refused == 0 for average in averages)
+        assert np.mean([np.abs(average.value).max() > 0 for average in averages]) > 0.9
+
+
+def is_average(x):
+    return isinstance(x, curvax.WeightedMovingAverage)
+
 
 def layer_of(found, name):
     """The number of the layer whose parameters are at a path."""

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._data import statistics_of_data
-from curvax.blocks._layer import LayerEquation, LayerSite
+from curvax.blocks._layer import LayerEquation, LayerSite, wide
 from curvax.blocks._state import BlockState, Powers, copied, powers_of
 
 __all__ = ["CurvatureBlock", "Statistics"]
@@ -90,6 +90,11 @@ class CurvatureBlock(abc.ABC):
         return self._equation.param_shapes
 
     @property
+    def parameters_dtypes(self) -> tuple[Any, ...]:
+        """The dtypes of the parameters."""
+        return self._equation.dtypes
+
+    @property
     def parameters_canonical_order(self) -> tuple[int, ...]:
         """The places of the parameters in the order in which the layer is usually written."""
         return tuple(range(self.number_of_parameters))
@@ -112,7 +117,7 @@ class CurvatureBlock(abc.ABC):
     @property
     def dtype(self) -> Any:
         """The dtype of the estimates."""
-        return jnp.promote_types(jnp.result_type(*self._equation.dtypes), jnp.float32)
+        return wide(*self._equation.dtypes)
 
     @property
     def cache_work(self) -> float:
@@ -179,7 +184,7 @@ class CurvatureBlock(abc.ABC):
         state: Any,
         vector: Sequence[Array],
         identity_weight: ArrayLike,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
@@ -203,9 +208,7 @@ class CurvatureBlock(abc.ABC):
         """
         self._check_vector(vector)
         scale = self.scale(state, use_cached)
-        vector = tuple(
-            jnp.asarray(x).astype(jnp.promote_types(x.dtype, self.dtype)) for x in vector
-        )
+        vector = tuple(jnp.asarray(x).astype(wide(x.dtype, self.dtype)) for x in vector)
         weight = jnp.asarray(identity_weight) / scale
         product = self._multiply_matpower(state, vector, weight, power, exact_power, use_cached)
         factor = jnp.asarray(scale) ** power
@@ -362,7 +365,7 @@ class CurvatureBlock(abc.ABC):
         state: Any,
         vector: tuple[Array, ...],
         identity_weight: Array,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
@@ -385,13 +388,9 @@ class CurvatureBlock(abc.ABC):
 
     def to_dense_matrix(self, state: Any) -> Array:
         """The matrix itself, rows and columns in the order of the parameters, flattened."""
+        multiply = lambda x: self.multiply(state, self.unflattened(x), 0.0, True, False)
         identity = jnp.eye(self.dim, dtype=self.dtype)
-
-        def column(vector: Array) -> Array:
-            product = self.multiply(state, self.unflattened(vector), 0.0, True, False)
-            return self.flattened(product)
-
-        return jax.vmap(column, out_axes=1)(identity)
+        return jax.vmap(lambda x: self.flattened(multiply(x)), out_axes=1)(identity)
 
     def flattened(self, arrays: Sequence[Array]) -> Array:
         """Arrays like the parameters, as one vector."""

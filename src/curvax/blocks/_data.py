@@ -16,6 +16,8 @@ def statistics_of_data(
     block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerSite]
 ) -> dict[str, PyTree]:
     """The sums that `layer_statistics` would return, from inputs and cotangents at all places."""
+    if block.sums_batch and not sites[0].is_known:
+        return {"gradient": list(data["params_tangents"])}
     totals: dict[str, PyTree] = {}
     for site, at in zip(sites, data["sites"], strict=True):
         for name, statistic in block.statistics(site, sites, state).items():

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
-from curvax.blocks._layer import LayerSite
+from curvax.blocks._layer import LayerSite, wide
 from curvax.blocks._state import BlockState, power_key
 from curvax.linalg import WeightedMovingAverage, spectral_power
 
@@ -80,7 +80,7 @@ class Diagonal(CurvatureBlock):
         state: Any,
         vector: tuple[Array, ...],
         identity_weight: Array,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
@@ -181,8 +181,13 @@ class NaiveDiagonal(Diagonal):
 
 
 def total_gradient(site: LayerSite, sites: Sequence[LayerSite], dtype: jnp.dtype) -> Statistics:
-    """The gradient of all examples, as the function has the parameters or as the site does."""
+    """The gradient of all examples, as the function has the parameters or as the site does.
+
+    Of a layer of the user's own it is not computed here: the pass itself has it.
+    """
     number = sites.index(site)
+    if not site.is_known:
+        return {}
     if site.kind == "generic_tag":
         return {f"total {number}": lambda _, g: [g[0].astype(dtype)]}
 
@@ -195,6 +200,8 @@ def total_gradient(site: LayerSite, sites: Sequence[LayerSite], dtype: jnp.dtype
 
 def put_total_gradient(statistics: Mapping[str, PyTree], sites: Sequence[LayerSite]) -> list[Array]:
     """The gradient of all examples and sites, in the shapes of the parameters."""
+    if "gradient" in statistics:
+        return [x.astype(wide(x.dtype)) for x in statistics["gradient"]]
     each = [site.put(statistics[f"total {number}"]) for number, site in enumerate(sites)]
     return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
 
@@ -203,7 +210,9 @@ def _squares(gradients: list[Array]) -> list[Array]:
     return [jnp.sum(x**2, 0) for x in gradients]
 
 
-def _powers(diagonal: Sequence[Array], identity_weight: Array, power: float) -> tuple[Array, ...]:
+def _powers(
+    diagonal: Sequence[Array], identity_weight: Array, power: float | int
+) -> tuple[Array, ...]:
     flat = jnp.concatenate([x.reshape(-1) for x in diagonal])
     powers = spectral_power(flat + identity_weight.astype(flat.dtype), power)
     sizes = [x.size for x in diagonal]

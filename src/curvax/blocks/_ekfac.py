@@ -108,7 +108,7 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         state: Any,
         vector: tuple[Array, ...],
         identity_weight: Array,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:

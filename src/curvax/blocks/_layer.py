@@ -16,17 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax import _compat
 from curvax._types import Array
 from curvax.graph import Layer, Place
 
 __all__ = ["LayerEquation", "LayerSite", "wide"]
 
 _CONV = ("conv2d_tag", "conv_tag")
+_KNOWN = (*_CONV, "dense_tag", "embedding_tag", "scale_and_shift_tag", "generic_tag")
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype in which curvature is kept for parameters of a dtype: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+def wide(*dtypes: Any) -> Any:
+    """The dtype in which curvature is kept for arrays of some dtypes: at least float32."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes, jnp.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +92,11 @@ class LayerSite:
     def is_conv(self) -> bool:
         """Whether images are convolved with a kernel."""
         return self.kind in _CONV
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what layers of its kind compute."""
+        return self.kind in _KNOWN
 
     @property
     def is_arranged(self) -> bool:
@@ -194,7 +202,7 @@ class LayerSite:
             return y + lax.broadcast_in_dim(rest[0], y.shape, (channel,)) if rest else y
         if self.kind == "dense_tag":
             y = jnp.einsum("phi,hio->pho", x, weight) if weight.ndim == 3 else x @ weight
-            return y + rest[0] if rest else y
+            return y + jnp.broadcast_to(rest[0], y.shape) if rest else y
         raise NotImplementedError(
             f"curvax: nothing is known of what a layer tagged {self.kind} computes. Use a block "
             f"that needs only its gradient, such as curvax.NaiveDiagonal, or one of your own that "
@@ -228,7 +236,9 @@ class LayerSite:
                 "curvax: a convolution with batch_group_count has no gradients of single examples. "
                 "Use a Kronecker-factored block for it."
             )
-        params = [jnp.zeros(shape, cotangent.dtype) for shape in self.slice_shapes]
+        zeros = [jnp.zeros(shape, cotangent.dtype) for shape in self.slice_shapes]
+        # Else their gradients would be summed over the devices of a `shard_map`.
+        params = [_compat.varying_like(zero, x, cotangent) for zero in zeros]
 
         def of_example(x: Array, cotangent: Array) -> list[Array]:
             if jnp.issubdtype(x.dtype, jnp.floating):
@@ -257,8 +267,8 @@ class LayerSite:
     def _scale_and_shift(self, x: Array, params: Sequence[Array]) -> Array:
         params = list(params)
         if self.constants["has_scale"]:
-            x = x * params.pop(0)
-        return x + params.pop(0) if self.constants["has_shift"] else x
+            x = x * jnp.broadcast_to(params.pop(0), x.shape)
+        return x + jnp.broadcast_to(params.pop(0), x.shape) if self.constants["has_shift"] else x
 
 
 @dataclass(frozen=True, eq=False)

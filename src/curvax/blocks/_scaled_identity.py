@@ -62,7 +62,7 @@ class ScaledIdentity(CurvatureBlock):
         state: Any,
         vector: tuple[Array, ...],
         identity_weight: Array,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:

@@ -39,6 +39,6 @@ def powers_of(powers: Powers) -> tuple[float, ...]:
     return tuple(sorted({float(power) for power in several}))
 
 
-def power_key(power: float) -> str:
+def power_key(power: float | int) -> str:
     """Under which key of the cache a power is."""
     return f"{float(power):g}"

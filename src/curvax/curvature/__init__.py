@@ -3,6 +3,7 @@
 `ImplicitExactCurvature` multiplies vectors by exact matrices that are never formed.
 `ExplicitExactCurvature` forms them. `BlockDiagonalCurvature` has a block for each layer. The latter
 two estimate: `_modes` says what is pulled back from the losses, `_passes` what is summed then.
+`verify_curvature` compares one with the other, and `as_linear_operator` takes any of them.
 """
 
 from curvax.curvature._batch_size import (
@@ -12,4 +13,16 @@ from curvax.curvature._block_diagonal import BlockDiagonalCurvature as BlockDiag
 from curvax.curvature._estimator import CurvatureEstimator as CurvatureEstimator
 from curvax.curvature._explicit import ExplicitExactCurvature as ExplicitExactCurvature
 from curvax.curvature._implicit import ImplicitExactCurvature as ImplicitExactCurvature
+from curvax.curvature._operators import (
+    CurvatureOperator as CurvatureOperator,
+    as_linear_operator as as_linear_operator,
+)
 from curvax.curvature._report import CurvatureReport as CurvatureReport
+from curvax.curvature._spectrum import (
+    SpectralDensity as SpectralDensity,
+    spectral_density as spectral_density,
+)
+from curvax.curvature._verify import (
+    VerificationReport as VerificationReport,
+    verify_curvature as verify_curvature,
+)

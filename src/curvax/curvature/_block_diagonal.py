@@ -12,7 +12,8 @@ from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, microbatch
 from curvax.blocks import CurvatureBlock, Powers, full_name
-from curvax.curvature._estimator import CurvatureEstimator, IdentityWeight
+from curvax.curvature._blockwise import BlockwiseCurvature
+from curvax.curvature._estimator import IdentityWeight
 from curvax.curvature._microbatches import (
     BatchArgument,
     axes_of,
@@ -24,12 +25,12 @@ from curvax.curvature._modes import check_mode, draws, num_passes
 from curvax.curvature._passes import (
     Layers,
     Terms,
+    at_devices,
     has_own_update,
     sum_of_terms,
     updated_by_data,
     with_batch_terms,
 )
-from curvax.curvature._report import CurvatureReport, report_of
 from curvax.curvature._structure import BlockCtor, Structure
 from curvax.parallel import share_out
 from curvax.tracing import TracedFunction
@@ -37,7 +38,7 @@ from curvax.tracing import TracedFunction
 __all__ = ["BlockDiagonalCurvature"]
 
 
-class BlockDiagonalCurvature(CurvatureEstimator):
+class BlockDiagonalCurvature(BlockwiseCurvature):
     """An estimate of curvature with a block for each layer, and zeros between layers.
 
     The layers are those that the function registers, and those that are found in it. Which class of
@@ -132,87 +133,11 @@ class BlockDiagonalCurvature(CurvatureEstimator):
             "microbatch_size": microbatch_size,
             "memory_budget": memory_budget,
         }
-        self._made: Structure | None = None
 
     @property
-    def blocks(self) -> tuple[CurvatureBlock, ...] | None:
-        """The blocks, once the function was traced (by `init` or `finalize`)."""
-        return None if self._made is None else self._made.blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-        return len(self._known.blocks)
-
-    @property
-    def block_dims(self) -> tuple[int, ...]:
-        """The number of elements of the parameters of each block."""
-        return tuple(block.dim for block in self._known.blocks)
-
-    @property
-    def dim(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(self.block_dims)
-
-    @property
-    def params_structure_vector_of_indices(self) -> PyTree:
-        """The parameters, with each replaced by its number."""
-        return self._known.join(self._known.indices)
-
-    @property
-    def indices_to_block_map(self) -> dict[tuple[int, ...], CurvatureBlock]:
-        """The blocks, by the numbers of their parameters."""
-        return dict(zip(self._known.indices, self._known.blocks, strict=True))
-
-    @property
-    def params_block_index(self) -> PyTree:
-        """The parameters, with each replaced by the number of its block."""
-        known = self._known
-        return known.join([[k] * len(own) for k, own in enumerate(known.indices)])
-
-    @property
-    def num_params_variables(self) -> int:
-        """The number of arrays that the parameters are."""
-        return len(self._known.shapes)
-
-    def finalize(self, func_args: Sequence[PyTree]) -> None:
-        """Trace the function and make the blocks, if that was not done yet.
-
-        Arguments:
-            func_args: arguments of the function.
-        """
-        if self._made is None:
-            self._made = self._make(func_args)
-
-    def params_vector_to_blocks_vectors(
-        self, parameter_structured_vector: PyTree
-    ) -> tuple[tuple[Array, ...], ...]:
-        """The parts of a vector that belong to each block.
-
-        Arguments:
-            parameter_structured_vector: a pytree like the parameters.
-
-        Returns:
-            For each block, an array for each of its parameters.
-
-        Raises:
-            ValueError: if it is not like the parameters.
-        """
-        return self._known.split(parameter_structured_vector)
-
-    def blocks_vectors_to_params_vector(self, blocks_vectors: Sequence[Sequence[Array]]) -> PyTree:
-        """What `params_vector_to_blocks_vectors` split, together.
-
-        Arguments:
-            blocks_vectors: for each block, an array for each of its parameters.
-
-        Returns:
-            A pytree like the parameters.
-
-        Raises:
-            ValueError: if there are more or fewer.
-        """
-        return self._known.join(blocks_vectors)
+    def batch_argument(self) -> int | Sequence[int] | None:
+        """Which arguments of the function are the batch; None for the last but the parameters."""
+        return self._batch.index
 
     def init(
         self,
@@ -233,7 +158,7 @@ class BlockDiagonalCurvature(CurvatureEstimator):
         state: Any,
         parameter_structured_vector: PyTree,
         identity_weight: IdentityWeight,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
@@ -249,8 +174,7 @@ class BlockDiagonalCurvature(CurvatureEstimator):
         tasks = [task(*given) for given in each]
         work = [block.multiply_work for block in self._known.blocks]
         axis = pmap_axis_name if self._distributed_multiplies else None
-        products = share_out(tasks, work, axis)
-        found = self.blocks_vectors_to_params_vector(products)
+        found = self.blocks_vectors_to_params_vector(share_out(tasks, work, axis))
         return jax.tree.map(
             lambda x, v: x.astype(jnp.asarray(v).dtype), found, parameter_structured_vector
         )
@@ -289,10 +213,9 @@ class BlockDiagonalCurvature(CurvatureEstimator):
         states, blocks = state.blocks_states, self._known.blocks
         drawn, weights = draws(layers.at, mode, rng), (ema_old, ema_new)
         if any(map(has_own_update, blocks)):
-            passes = num_passes(mode, drawn)
-            given = (weights, batch_size, pmap_axis_name, self._where)
+            given = (num_passes(mode, drawn), weights, batch_size, pmap_axis_name, self._where)
             self._check_at_once()
-            return self.State(tuple(updated_by_data(layers, states, mode, drawn, passes, *given)))
+            return self.State(tuple(updated_by_data(layers, states, mode, drawn, *given)))
         if self._at_once:
             terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
         else:
@@ -324,45 +247,9 @@ class BlockDiagonalCurvature(CurvatureEstimator):
         axis = pmap_axis_name if self._distributed_cache_updates else None
         return self.State(tuple(share_out([task(*given) for given in each], work, axis)))
 
-    def to_diagonal_block_dense_matrix(self, state: Any) -> tuple[Array, ...]:
-        """Each block as a dense matrix.
-
-        Arguments:
-            state: the state of the estimator.
-
-        Returns:
-            A matrix for each block. Rows and columns are in the order of its parameters, flattened.
-        """
-        each = zip(self._known.blocks, state.blocks_states, strict=True)
-        return tuple(block.to_dense_matrix(own) for block, own in each)
-
-    def to_dense_matrix(self, state: Any) -> Array:
-        """The whole matrix, dense, with zeros between the blocks.
-
-        Arguments:
-            state: the state of the estimator.
-
-        Returns:
-            A matrix with rows and columns in the order of all parameters, flattened, as
-            `jax.flatten_util.ravel_pytree` has them.
-        """
-        return self._known.dense(self.to_diagonal_block_dense_matrix(state))
-
-    def report(self) -> CurvatureReport:
-        """What each block is, of which parameters, and what there is to know about it."""
-        return report_of(self._known.blocks, self._known.block_params)
-
-    @property
-    def _known(self) -> Structure:
-        if self._made is None:
-            raise ValueError(
-                f"{self._where}: the blocks are not known before the function was traced. Call "
-                f"init or finalize(func_args) first."
-            )
-        return self._made
-
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:
-        return Layers(self._traced.at(func_args), self._known.blocks)
+        at = at_devices(self._traced, func_args, self.params_index)
+        return Layers(at, self._known.blocks)
 
     def _per_block(self, identity_weight: IdentityWeight) -> Sequence[ArrayLike]:
         count = self.num_blocks

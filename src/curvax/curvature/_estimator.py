@@ -80,7 +80,7 @@ class CurvatureEstimator(abc.ABC):
         state: Any,
         parameter_structured_vector: PyTree,
         identity_weight: IdentityWeight,
-        power: float,
+        power: float | int,
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,

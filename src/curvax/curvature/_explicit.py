@@ -21,6 +21,7 @@ from curvax.blocks import (
 from curvax.curvature._block_diagonal import BlockDiagonalCurvature
 from curvax.curvature._microbatches import axes_of, length_of
 from curvax.curvature._modes import check_mode, draws, num_passes, sweeps
+from curvax.curvature._passes import at_devices
 from curvax.curvature._structure import BlockCtor, Structure
 from curvax.linalg import symmetric_product
 from curvax.tags import generic_tag
@@ -153,7 +154,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         if not self._at_once:
             return self._sizes
         at = self._traced.at(self._first_example(func_args))
-        rows = num_passes(mode, draws(at, mode, jax.random.key(0)))
+        rows = num_passes(mode, draws(at, mode, jax.random.key(0)), row_by_row=True)
         size = get_max_parallel_elements() // max(self.dim * rows, 1)
         length = length_of(self._batch.of(func_args))
         return {"microbatch_size": min(max(size, 1), max(length, 1))}
@@ -182,9 +183,9 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
 
     def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:
         """The gradients of a batch of one example in all passes, by parameter."""
-        at = self._traced.at(func_args)
+        at = at_devices(self._traced, func_args, self.params_index)
         dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
-        passes = sweeps(at, (dependants, others), mode, draws(at, mode, key))
+        passes = sweeps(at, (dependants, others), mode, draws(at, mode, key), row_by_row=True)
         each = [
             lax.map(lambda k, s=sweep: transposed(s.cotangents(k))[0], jnp.arange(sweep.count))
             for sweep in passes

@@ -96,6 +96,7 @@ class ImplicitExactCurvature:
         microbatch_size: int | None = None,
         memory_budget: int | float | str | None = None,
     ) -> None:
+        self.params_index = params_index
         self._model = LossDerivatives(func, params_index, _WHERE)
         self._argument = BatchArgument(params_index, batch_index, "curvax.ImplicitExactCurvature")
         self._batch_size_extractor = batch_size_extractor

@@ -5,9 +5,10 @@ the losses depend on, and the cotangents `c` are chosen so that their own outer 
 curvature of the losses: on average, where they are random; or all of them together, where there is
 one pass for each column of a factor.
 
-In modes that are exact or empirical, the cotangents of each example get a random sign. Nothing that
-is quadratic in the gradients of single examples depends on these. But what is known only of all
-examples together (`NaiveDiagonal`, `NaiveFull`) has no systematic error then.
+In modes that are exact or empirical, the cotangents of each row of a loss get a random sign.
+Nothing that is quadratic in the gradients of single rows depends on these. But what is known only
+of all of them together (`NaiveDiagonal`, `NaiveFull`, or an example with several rows) has no
+systematic error then. Row by row, with a pass for each, nothing is random.
 
 All that is random is drawn for each example on its own, so that it is the same whether a batch is
 taken at once or in parts.
@@ -82,8 +83,13 @@ def draws(at: LossMap, mode: str, rng: Array) -> list[Array]:
     return [jax.random.rademacher(key, shape, jnp.float32) for key, shape in drawn]
 
 
-def sweeps(at: LossMap, operands: Operands, mode: str, drawn: Sequence[Array]) -> list[Sweep]:
-    """All passes of a mode, for losses that are made of these operands."""
+def sweeps(
+    at: LossMap, operands: Operands, mode: str, drawn: Sequence[Array], row_by_row: bool = False
+) -> list[Sweep]:
+    """All passes of a mode, for losses that are made of these operands.
+
+    Those of exact and empirical modes are for all rows of a loss at once, or `row_by_row`.
+    """
     matrix, _, way = mode.partition("_")
     if way == "gradients":
         sampled = [_sampled(at, operands, k, keys) for k, keys in enumerate(drawn)]
@@ -96,15 +102,17 @@ def sweeps(at: LossMap, operands: Operands, mode: str, drawn: Sequence[Array]) -
         ]
         return [Sweep(1, lambda _: made)]
     one = _empirical if way == "empirical" else _columns
-    return [one(losses, number, matrix, signs) for number, signs in enumerate(drawn)]
+    return [one(losses, number, matrix, signs, row_by_row) for number, signs in enumerate(drawn)]
 
 
-def num_passes(mode: str, drawn: Sequence[Array]) -> int:
+def num_passes(mode: str, drawn: Sequence[Array], row_by_row: bool = False) -> int:
     """How many passes a mode takes."""
     _, _, way = mode.partition("_")
-    if way == "exact":
-        return sum(signs.shape[1] for signs in drawn)
-    return len(drawn) if way == "empirical" else 1
+    if way not in ("exact", "empirical"):
+        return 1
+    columns = [signs.shape[1] if way == "exact" else 1 for signs in drawn]
+    rows = [signs.shape[0] if row_by_row else 1 for signs in drawn]
+    return sum(n * k for n, k in zip(rows, columns, strict=True))
 
 
 def _sampled(at: LossMap, operands: Operands, number: int, keys: Array) -> tuple[Array, ...]:
@@ -124,25 +132,42 @@ def _sampled(at: LossMap, operands: Operands, number: int, keys: Array) -> tuple
     return jax.vmap(of_row, axes)(list(dependants[number]), list(others[number]), keys)
 
 
-def _empirical(losses: Sequence[Any], number: int, matrix: str, signs: Array) -> Sweep:
+def _empirical(
+    losses: Sequence[Any], number: int, matrix: str, signs: Array, row_by_row: bool
+) -> Sweep:
     del matrix
     gradients = losses[number].grad_of_evaluate(None, "sqrt")
-    like = lambda x: signs.reshape(signs.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
-    own = tuple(x * like(x) for x in gradients)
-    return Sweep(1, lambda _: _alone(losses, number, own))
+
+    def cotangents(row: Any) -> Cotangents:
+        factors = _only(row, signs) if row_by_row else signs
+        like = lambda x: factors.reshape(factors.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
+        return _alone(losses, number, tuple(x * like(x) for x in gradients))
+
+    return Sweep(len(signs) if row_by_row else 1, cotangents)
 
 
-def _columns(losses: Sequence[Any], number: int, matrix: str, signs: Array) -> Sweep:
-    """A pass for each column of a factor of the loss's curvature."""
+def _columns(
+    losses: Sequence[Any], number: int, matrix: str, signs: Array, row_by_row: bool
+) -> Sweep:
+    """A pass for each column of a factor of the loss's curvature (and for each of its rows)."""
     loss = losses[number]
     shape = _inner_shape(loss, matrix)
     signs = signs.astype(_dtype(loss))
+    rows, columns = signs.shape
 
-    def cotangents(column: Any) -> Cotangents:
-        inner = jnp.zeros_like(signs).at[:, column].set(signs[:, column]).reshape(shape)
+    def cotangents(k: Any) -> Cotangents:
+        column = k % columns
+        own = signs[:, column]
+        own = _only(k // columns, own) if row_by_row else own
+        inner = jnp.zeros_like(signs).at[:, column].set(own).reshape(shape)
         return _alone(losses, number, _factor(loss, matrix)(inner))
 
-    return Sweep(signs.shape[1], cotangents)
+    return Sweep(rows * columns if row_by_row else columns, cotangents)
+
+
+def _only(row: Any, x: Array) -> Array:
+    """A vector with zeros in all rows but one."""
+    return jnp.where(jnp.arange(len(x)) == row, x, 0)
 
 
 def _alone(losses: Sequence[Any], number: int, own: tuple[Array, ...]) -> Cotangents:

@@ -20,11 +20,12 @@ from curvax._types import Array, PyTree
 from curvax.blocks import CurvatureBlock, LayerSite
 from curvax.curvature._modes import sweeps
 from curvax.graph import Layer, Place
-from curvax.tracing import LossMap, layer_data_at, statistics_at
+from curvax.tracing import LossMap, TracedFunction, layer_data_at, statistics_at
 
 __all__ = [
     "Layers",
     "Terms",
+    "at_devices",
     "has_own_update",
     "sum_of_terms",
     "updated_by_data",
@@ -68,6 +69,19 @@ class Layers:
         return LayerSite.of(place, block.parameters_shapes)
 
 
+def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index: int) -> LossMap:
+    """The function at these arguments, with gradients of each device's own examples.
+
+    Inside of a `shard_map`, gradients of what is the same on all devices are sums over these.
+    """
+    leaves = jax.tree.leaves(tuple(func_args))
+    args = list(func_args)
+    args[params_index] = jax.tree.map(
+        lambda x: _compat.varying_like(jnp.asarray(x), *leaves), args[params_index]
+    )
+    return traced.at(args)
+
+
 def has_own_update(block: CurvatureBlock) -> bool:
     """Whether a user's class of blocks takes the data of its layer itself."""
     name = "update_curvature_matrix_estimate"
@@ -80,20 +94,26 @@ def sum_of_terms(
     """The sums over all passes of the terms of each block.
 
     Blocks whose terms are of the sum over the whole batch have none; instead, second, there are
-    their statistics in each pass.
+    their statistics in each pass, or the gradient of their parameters.
     """
     at, blocks, sites = layers.at, layers.blocks, layers.sites
     operands, pull_back = statistics_at(at, layers.rule(states), where)
     passes = sweeps(at, operands, mode, drawn)
 
     def compute(cotangents: Any) -> tuple[Terms, list[Any]]:
-        found, _ = pull_back(cotangents)
+        found, gradient = pull_back(cotangents)
+        leaves = jax.tree.leaves(gradient)
         each = list(zip(blocks, found, sites, states, strict=True))
         terms = [
             {} if block.sums_batch else block.terms(sums, own, state)
             for block, sums, own, state in each
         ]
-        return terms, [sums if block.sums_batch else {} for block, sums, _, _ in each]
+        params = [[leaves[n] for n in layer.params] for layer in at.processed.layers]
+        batch_sums = [
+            {} if not block.sums_batch else sums or {"gradient": own}
+            for block, sums, own in zip(blocks, found, params, strict=True)
+        ]
+        return terms, batch_sums
 
     if len(passes) == 1 and passes[0].count == 1:
         terms, batch_sums = compute(passes[0].cotangents(0))

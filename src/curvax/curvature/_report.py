@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from curvax._table import table
 from curvax.blocks import CurvatureBlock
 
 __all__ = ["BlockRow", "CurvatureReport", "report_of"]
@@ -25,18 +26,11 @@ class CurvatureReport:
     rows: tuple[BlockRow, ...]
 
     def __str__(self) -> str:
-        head = ("block", "elements", "parameters", "remarks")
-        table = [head] + [
+        rows = [
             (row.block, str(row.dim), ", ".join(row.params), "; ".join(row.remarks))
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        return table(("block", "elements", "parameters", "remarks"), rows)
 
 
 def report_of(blocks: Sequence[CurvatureBlock], params: Sequence[Sequence[str]]) -> CurvatureReport:

@@ -80,6 +80,17 @@ class Structure:
         return whole
 
     @property
+    def params(self) -> PyTree:
+        """The shapes and dtypes of the parameters."""
+        dtypes = {
+            n: dtype
+            for own, block in zip(self.indices, self.blocks, strict=True)
+            for n, dtype in zip(own, block.parameters_dtypes, strict=True)
+        }
+        shapes = [jax.ShapeDtypeStruct(s, dtypes[n]) for n, s in enumerate(self.shapes)]
+        return jax.tree.unflatten(self.tree, shapes)
+
+    @property
     def block_params(self) -> list[list[str]]:
         """The names of the parameters of each block."""
         return [[self.names[n] for n in own] for own in self.indices]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from curvax._table import table
 from curvax._types import Fun, PyTree
 from curvax.graph._auto_register import registration_options
 from curvax.graph._layers import Layer
@@ -43,19 +44,13 @@ class RegistrationReport:
         return known / total if total else 1.0
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "layer", "tag", "sites", "remark")
-        table = [head] + [
+        rows = [
             (row.path, str(row.shape), row.layer, row.tag, str(row.sites), row.reason)
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        text = table(("parameter", "shape", "layer", "tag", "sites", "remark"), rows)
         known = f"{100 * self.coverage:.4g} % of the elements are in layers of a known kind"
-        return "\n".join([*lines, "", f"losses: {', '.join(self.losses)}", known])
+        return "\n".join([text, "", f"losses: {', '.join(self.losses)}", known])
 
 
 def explain_registration(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._psd import spectral_power
+from curvax.linalg._psd import per_matrix, spectral_power
 from curvax.linalg._sides import Side
 
 __all__ = ["Eigen", "Kronecker", "from_basis", "to_basis"]
@@ -30,7 +30,7 @@ class Kronecker:
     outputs: Side
 
     def power(
-        self, inputs: Array, outputs: Array, identity_weight: ArrayLike, power: float
+        self, inputs: Array, outputs: Array, identity_weight: ArrayLike, power: float | int
     ) -> tuple[Array, Array]:
         """A power of both factors, with the identity split between them by `pi`."""
         scales = [
@@ -66,10 +66,10 @@ class Kronecker:
         return eigen["inputs_values"][..., :, None] * eigen["outputs_values"][..., None, :]
 
     def multiply_power(
-        self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float
+        self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float | int
     ) -> Array:
         """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
-        weight = jnp.asarray(identity_weight).astype(x.dtype)[..., None, None]
+        weight = per_matrix(identity_weight, 2, x.dtype)
         values = spectral_power(self.eigenvalues(eigen) + weight, power, axes=(-2, -1))
         return from_basis(eigen, values * to_basis(eigen, x))
 

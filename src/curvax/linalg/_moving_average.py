@@ -37,9 +37,9 @@ class WeightedMovingAverage:
         Array([1., 3.], dtype=float32)
     """
 
-    weight: Array
+    weight: Any  # Leaves of a pytree may be anything.
     raw_value: PyTree
-    refused: Array = field(default_factory=lambda: jnp.zeros((), jnp.int32))
+    refused: Any = field(default_factory=lambda: jnp.zeros((), jnp.int32))
 
     @classmethod
     def zeros_array(cls, shape: Sequence[int], dtype: Any = jnp.float32) -> "WeightedMovingAverage":

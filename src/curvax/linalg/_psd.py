@@ -14,15 +14,21 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._symmetric import lower_inverse, symmetric_product, triangular_product
+from curvax.linalg._symmetric import positive_inverse
 
-__all__ = ["add_identity", "psd_eigh", "psd_power", "spectral_power"]
+__all__ = ["add_identity", "per_matrix", "psd_eigh", "psd_power", "spectral_power"]
 
 
 def add_identity(matrix: Array, weight: ArrayLike) -> Array:
     """`matrix + weight * identity`."""
-    weight = jnp.asarray(weight).astype(matrix.dtype)[..., None, None]
-    return matrix + weight * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    return matrix + per_matrix(weight, 2, matrix.dtype) * jnp.broadcast_to(identity, matrix.shape)
+
+
+def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
+    """A number for all matrices as it is, or one for each with as many axes at its end."""
+    weight = jnp.asarray(weight).astype(dtype)
+    return weight.reshape(*weight.shape, *[1] * axes) if weight.ndim else weight
 
 
 def psd_eigh(matrix: Array) -> tuple[Array, Array]:
@@ -31,7 +37,7 @@ def psd_eigh(matrix: Array) -> tuple[Array, Array]:
     return jnp.maximum(values, 0), vectors
 
 
-def spectral_power(values: Array, power: float, axes: int | tuple[int, ...] = -1) -> Array:
+def spectral_power(values: Array, power: float | int, axes: int | tuple[int, ...] = -1) -> Array:
     """Powers of the eigenvalues of a matrix that are not negative; all of them are along `axes`.
 
     For a negative power, eigenvalues that cannot be told from zero are taken to be the smallest
@@ -45,30 +51,37 @@ def spectral_power(values: Array, power: float, axes: int | tuple[int, ...] = -1
     return jnp.where(clamped > 0, jnp.where(clamped > 0, clamped, 1) ** power, 0)
 
 
-def psd_power(matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+def psd_power(matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
     """`(matrix + identity_weight * identity) ** power`."""
     damped = add_identity(matrix, identity_weight)
     if power == 1:
         return damped
     if power != -1:
         return _by_eigenvalues(matrix, identity_weight, power)
-    lower = lax.linalg.cholesky(damped, symmetrize_input=False)
-    inverse = triangular_product(lower_inverse(lower))
+    inverse = positive_inverse(damped)
     condition = _norm(damped) * _norm(inverse)
     # What is not finite is not less, either.
     is_good = jnp.all(2 * condition * _resolution(matrix.shape[-1], matrix.dtype) < 1)
     return lax.cond(is_good, lambda: inverse, lambda: _by_eigenvalues(matrix, identity_weight, -1))
 
 
-def _by_eigenvalues(matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+def _by_eigenvalues(matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
     values, vectors = psd_eigh(matrix)
-    values = values + jnp.asarray(identity_weight).astype(values.dtype)[..., None]
+    values = values + per_matrix(identity_weight, 1, values.dtype)
     half = vectors * jnp.sqrt(spectral_power(values, power))[..., None, :]
-    return symmetric_product(jnp.matrix_transpose(half))
+    # Not by panels: next to the eigenvectors the time saved is little, and to compile it is not.
+    return half @ jnp.matrix_transpose(half)
 
 
 def _resolution(size: int, dtype: jnp.dtype) -> float:
-    """The smallest eigenvalue that can be told from zero, as a part of the largest."""
+    """The smallest eigenvalue that can be told from zero, as a part of the largest.
+
+    The worst spectrum for an inverse by a Cholesky factorisation is one half ones, one half much
+    smaller. In float32, measured for sizes from 20 to 1000, its smallest eigenvalue is off by half
+    at a condition of one over twice this, which is the largest that `psd_power` accepts: 4e5 up to
+    size 64 and 1.3e5 at size 1000. Its relative error there is less than 2 %. Inverses of spectra
+    that are spread out are good up to 1e7, but nothing cheap tells the two apart.
+    """
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 
@@ -81,9 +94,9 @@ def _norm(matrix: Array) -> Array:
     size = matrix.shape[-1]
     # Any vector that is not likely to be orthogonal to what is looked for.
     start = jnp.cos(jnp.arange(size, dtype=matrix.dtype) ** 2 + 1) / size**0.5
-    vector = jnp.broadcast_to(start[:, None], (*matrix.shape[:-1], 1))
-    length = jnp.ones((*matrix.shape[:-2], 1, 1), matrix.dtype)
+    vector = jnp.broadcast_to(start, matrix.shape[:-1])
+    length = jnp.ones((*matrix.shape[:-2], 1), matrix.dtype)
     for _ in range(4):
-        vector = matrix @ (vector / jnp.where(length > 0, length, 1))
-        length = jnp.linalg.norm(vector, axis=(-2, -1), keepdims=True)
-    return length[..., 0, 0]
+        vector = jnp.einsum("...ij,...j->...i", matrix, vector / jnp.where(length > 0, length, 1))
+        length = jnp.linalg.norm(vector, axis=-1, keepdims=True)
+    return length[..., 0]

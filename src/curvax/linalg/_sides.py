@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._psd import psd_eigh, psd_power, spectral_power
+from curvax.linalg._psd import per_matrix, psd_eigh, psd_power, spectral_power
 from curvax.linalg._symmetric import symmetric_product
 
 __all__ = ["DenseSide", "DiagonalSide", "Side"]
@@ -53,7 +53,7 @@ class Side(abc.ABC):
         """The trace of each matrix."""
 
     @abc.abstractmethod
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
         """`(matrix + identity_weight * identity) ** power`."""
 
     @abc.abstractmethod
@@ -91,12 +91,12 @@ class DenseSide(Side):
         return matrix
 
     def of_diagonal(self, diagonal: Array) -> Array:
-        return diagonal[..., None] * jnp.eye(self.size, dtype=diagonal.dtype)
+        return _of_diagonal(diagonal)
 
     def trace(self, matrix: Array) -> Array:
         return jnp.trace(matrix, axis1=-2, axis2=-1)
 
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
         return psd_power(matrix, identity_weight, power)
 
     def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
@@ -135,9 +135,8 @@ class DiagonalSide(Side):
     def trace(self, matrix: Array) -> Array:
         return jnp.sum(matrix, axis=-1)
 
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float) -> Array:
-        weight = jnp.asarray(identity_weight).astype(matrix.dtype)[..., None]
-        return spectral_power(matrix + weight, power)
+    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
+        return spectral_power(matrix + per_matrix(identity_weight, 1, matrix.dtype), power)
 
     def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
         return matrix, None
@@ -149,4 +148,11 @@ class DiagonalSide(Side):
         return x * matrix[..., None, :]
 
     def dense(self, matrix: Array) -> Array:
-        return matrix[..., None] * jnp.eye(self.size, dtype=matrix.dtype)
+        return _of_diagonal(matrix)
+
+
+def _of_diagonal(diagonal: Array) -> Array:
+    """Matrices with these diagonals."""
+    shape = (*diagonal.shape, diagonal.shape[-1])
+    identity = jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
+    return diagonal[..., None] * jnp.broadcast_to(identity, shape)

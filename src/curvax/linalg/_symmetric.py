@@ -1,79 +1,103 @@
-"""Symmetric matrices by one triangle: products of a matrix with its transpose, triangular inverses.
+"""Symmetric matrices by one triangle: products of a matrix with its transpose, and inverses.
 
-All of it is done by halves: a matrix is cut in two until the parts are small, and what is known by
-symmetry, or to be zero, is not computed. Large products of dense parts remain, which is what
-machines are good at.
+A matrix is cut into a few parts, and what is known by symmetry is not computed. Products of large
+dense parts remain, which is what machines are good at. Each cut also makes the program larger and
+slower to compile, so there are never many.
 """
+
+import itertools
 
 import jax.numpy as jnp
 from jax import lax
 
 from curvax._types import Array
 
-__all__ = ["lower_inverse", "symmetric_product", "triangular_product"]
+__all__ = ["positive_inverse", "symmetric_product", "triangular_product"]
 
-SMALLEST = 128
-"""Below this size, doing everything at once is faster."""
+MOST_PANELS, NARROWEST = 4, 128
+"""How a product is cut: more panels save little time, and each takes its time to compile."""
+
+SMALLEST, DEEPEST = 256, 2
+"""How an inverse is cut: not below this size, and not in two more often than this."""
 
 
 def symmetric_product(x: Array, y: Array | None = None) -> Array:
     """`x.T @ x`, or `x.T @ y` if that is known to be symmetric, by one triangle.
 
-    Along axes in front there are several such matrices.
+    It is computed by panels of rows, each from its diagonal on; what is to the left of it is above
+    the diagonal of a panel before. Along axes in front there are several such matrices.
     """
     y = x if y is None else y
-    size = x.shape[-1]
-    if size <= SMALLEST:
-        return _product(x, y)
-    half = _half(size)
-    first, last = (
-        symmetric_product(x[..., :half], y[..., :half]),
-        symmetric_product(x[..., half:], y[..., half:]),
-    )
-    beside = _product(x[..., :half], y[..., half:])
-    return _mirrored(first, beside, last)
+    panels: list[tuple[int, Array]] = []
+    rows: list[Array] = []
+    for start, end in itertools.pairwise(_edges(x.shape[-1])):
+        panel = jnp.matrix_transpose(x[..., start:end]) @ y[..., start:]
+        known = [jnp.matrix_transpose(p[..., start - at : end - at]) for at, p in panels]
+        rows.append(jnp.concatenate([*known, panel], axis=-1))
+        panels.append((start, panel))
+    return jnp.concatenate(rows, axis=-2)
 
 
-def lower_inverse(matrix: Array) -> Array:
-    """The inverse of a lower triangular matrix."""
+def triangular_product(lower: Array) -> Array:
+    """`lower.T @ lower` of a lower triangular matrix, without what is known to be zero."""
+    product: Array | None = None
+    for start, end in itertools.pairwise(_edges(lower.shape[-1])):
+        panel = jnp.matrix_transpose(lower[..., start:, start:end]) @ lower[..., start:, :end]
+        if product is not None:
+            beside = jnp.matrix_transpose(panel[..., :start])
+            panel = jnp.concatenate([jnp.concatenate([product, beside], axis=-1), panel], axis=-2)
+        product = panel
+    return product
+
+
+def positive_inverse(matrix: Array) -> Array:
+    """The inverse of a symmetric positive definite matrix.
+
+    It is not finite where a matrix is not positive definite to rounding. Naively,
+    `cho_solve((cholesky(matrix), True), identity)`, except that the result is a product of a
+    matrix with its transpose, so that it is positive even where it is not accurate. Along axes in
+    front there are several matrices.
+    """
+    return triangular_product(_factor_and_inverse(matrix, DEEPEST)[1])
+
+
+def _factor_and_inverse(matrix: Array, cuts: int) -> tuple[Array, Array]:
+    """The Cholesky factor L of a matrix [[A, B.T], [B, D]], and the inverse of the factor.
+
+    L is [[K, 0], [M, N]] with M = B inv(K).T, and N is the factor of D - M M.T. Its inverse is
+    [[inv(K), 0], [-inv(N) M inv(K), inv(N)]]. Solving by triangular factors is as accurate as a
+    factorisation of the whole; products with inverses would lose the root of the condition.
+    """
     size = matrix.shape[-1]
-    if size <= SMALLEST:
+    if cuts == 0 or size <= SMALLEST:
+        factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(size, dtype=matrix.dtype), matrix.shape)
-        return lax.linalg.triangular_solve(matrix, identity, left_side=True, lower=True)
-    half = _half(size)
-    first = lower_inverse(matrix[..., :half, :half])
-    last = lower_inverse(matrix[..., half:, half:])
-    below = -(last @ (matrix[..., half:, :half] @ first))
-    return _blocks(first, jnp.zeros_like(jnp.matrix_transpose(below)), below, last)
+        return factor, _solve(factor, identity, left=True)
+    half = _multiple(size / 2)
+    first, first_inverse = _factor_and_inverse(matrix[..., :half, :half], cuts - 1)
+    below = _solve(first, matrix[..., half:, :half], transposed=True)
+    rest = matrix[..., half:, half:] - symmetric_product(jnp.matrix_transpose(below))
+    last, last_inverse = _factor_and_inverse(rest, cuts - 1)
+    below_inverse = -_solve(last, _solve(first, below), left=True)
+    return _lower(first, below, last), _lower(first_inverse, below_inverse, last_inverse)
 
 
-def triangular_product(matrix: Array) -> Array:
-    """`matrix.T @ matrix` of a lower triangular matrix."""
-    size = matrix.shape[-1]
-    if size <= SMALLEST:
-        return _product(matrix, matrix)
-    half = _half(size)
-    below, last = matrix[..., half:, :half], matrix[..., half:, half:]
-    first = triangular_product(matrix[..., :half, :half]) + symmetric_product(below)
-    return _mirrored(first, _product(below, last), triangular_product(last))
+def _solve(lower: Array, x: Array, left: bool = False, transposed: bool = False) -> Array:
+    return lax.linalg.triangular_solve(lower, x, left_side=left, lower=True, transpose_a=transposed)
 
 
-def _half(size: int) -> int:
-    """About half of a size: a power of two times the smallest where that is possible."""
-    half = SMALLEST
-    while 2 * half < size:
-        half *= 2
-    return half
-
-
-def _product(x: Array, y: Array) -> Array:
-    return jnp.matrix_transpose(x) @ y
-
-
-def _mirrored(first: Array, beside: Array, last: Array) -> Array:
-    return _blocks(first, beside, jnp.matrix_transpose(beside), last)
-
-
-def _blocks(first: Array, beside: Array, below: Array, last: Array) -> Array:
-    above = jnp.concatenate([first, beside], axis=-1)
+def _lower(first: Array, below: Array, last: Array) -> Array:
+    """The matrix [[first, 0], [below, last]]."""
+    above = jnp.concatenate([first, jnp.zeros_like(jnp.matrix_transpose(below))], axis=-1)
     return jnp.concatenate([above, jnp.concatenate([below, last], axis=-1)], axis=-2)
+
+
+def _edges(size: int) -> list[int]:
+    """Where to cut so many columns into panels; the last may be narrower."""
+    count = max(1, min(MOST_PANELS, size // NARROWEST))
+    return [*range(0, size, _multiple(max(1, size / count))), size]
+
+
+def _multiple(size: float) -> int:
+    """The next multiple of what vector instructions take at once."""
+    return 16 * -int(-size // 16)
