@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -20,7 +19,6 @@ from curvature.cases import (
     estimated,
     estimated_matrix,
     flat,
-    like,
     normal,
 )
 from helpers import assert_same
@@ -57,18 +55,17 @@ class TestParameters:
 
     def test_dense_matrices_are_in_the_order_of_the_parameters(self):
         found = estimator(layer_tag_to_block_ctor=FULL)
-        state = jax.jit(lambda *args: estimated(found, args, "ggn_exact"))(*ARGS)
-        vector = like(MLP, 4)
-        product = found.multiply(state, vector, 0.0, True, False, None)
-        close(flat(product), found.to_dense_matrix(state) @ flat(vector))
-        for block, own, matrix in zip(
-            found.blocks,
-            state.blocks_states,
-            found.to_diagonal_block_dense_matrix(state),
-            strict=True,
-        ):
-            assert matrix.shape == (block.dim, block.dim)
-            close(matrix, block.to_dense_matrix(own))
+
+        def compute(*args):
+            state = estimated(found, args, "ggn_exact")
+            product = found.multiply(state, args[0], 0.0, True, False, None)
+            blocks = found.to_diagonal_block_dense_matrix(state)
+            return product, found.to_dense_matrix(state), blocks
+
+        product, matrix, blocks = jax.jit(compute)(*ARGS)
+        close(flat(product), matrix @ flat(MLP))
+        first = jnp.array([4, 5, 6, 7, 2, 3])  # `v` and `c`, among `b`, `c`, `v` and `w`.
+        close(blocks[0], matrix[first[:, None], first[None]])
 
     def test_explicit_curvature_is_one_block(self):
         found = curvax.ExplicitExactCurvature(GIVEN.func)
@@ -119,7 +116,6 @@ class TestDamping:
             direct = self.found.multiply_inverse(state, MLP, weights, False, False, None)
             return self.found.multiply_inverse(cached, MLP, 0.0, False, True, None), direct
 
-        state = jax.tree.map(lambda x, y: x, state, state)
         kept = states()
         for own, other in zip(state.blocks_states, kept.blocks_states, strict=True):
             own.inputs_factor, own.outputs_factor = other.inputs_factor, other.outputs_factor
@@ -182,9 +178,12 @@ class TestStates:
 
     def test_nothing_seen_yet(self):
         found = estimator()
-        state = found.init(KEY, ARGS, None, None)
-        assert_same(found.to_dense_matrix(state), jnp.zeros((14, 14)))
-        assert_same(found.eigenvalues(state, False), jnp.zeros(14))
+
+        def compute():
+            state = found.init(KEY, ARGS, None, None)
+            return found.to_dense_matrix(state), found.eigenvalues(state, False)
+
+        assert_same(jax.jit(compute)(), (jnp.zeros((14, 14)), jnp.zeros(14)))
 
     def test_eigenvalues_of_blocks(self):
         found = estimator()
@@ -211,10 +210,11 @@ class TestStates:
         assert again.blocks_states[0].inputs_factor.weight == 1.5
 
     def test_the_state_given_is_not_changed(self):
-        before = jax.tree.map(np.asarray, states())
         found = estimator()
-        found.update_cache(states(), 0.1, None, None, True, None)
-        assert_same(states(), jax.tree.map(jnp.asarray, before))
+        before = jax.tree.leaves(states())
+        update = lambda weight: found.update_cache(states(), weight, None, None, True, None)
+        jax.make_jaxpr(update)(0.1)
+        assert all(x is y for x, y in zip(jax.tree.leaves(states()), before, strict=True))
 
 
 class TestErrors:

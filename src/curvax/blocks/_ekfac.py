@@ -46,7 +46,7 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
             eigenvalues: a moving average of the diagonal in that basis, (..., inputs, outputs).
         """
 
-        basis: dict[str, Array]
+        basis: dict[str, Any]
         eigenvalues: WeightedMovingAverage
 
     @property
