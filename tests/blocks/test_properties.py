@@ -157,6 +157,11 @@ class TestScaledIdentity:
             assert_same(product, tuple(x * 2.5**power for x in vector))
         assert_same(block.eigenvalues(state, False), jnp.full(8, 2.0))
 
+    def test_it_is_positive(self, unchecked):
+        ctor = functools.partial(curvax.ScaledIdentity, scale=0.0)
+        with pytest.raises(ValueError, match=r"the scale must be positive, got 0\.0"):
+            blocks_of("mlp", {"dense": ctor})
+
     def test_it_is_what_it_is(self):
         given = case("mlp", "squared")
         estimator = curvax.BlockDiagonalCurvature(

@@ -59,7 +59,7 @@ def check(mode, check_vma, distributed):
 
 
 def check_gradients_of_all(check_vma):
-    """Of a generic parameter, the gradient of all examples of a device is squared: once for each."""
+    """Of a generic parameter, the gradient of all examples of a device is squared, for each."""
 
     def generic(params, x):
         curvax.register_normal_predictive_distribution(x * jnp.exp(params), variance=1.0)

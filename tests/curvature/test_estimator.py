@@ -107,6 +107,7 @@ class TestDamping:
         each, first, last = map(self.products, ([0.1, 2.0], 0.1, 2.0))
         close(each, {"v": first["v"], "c": first["c"], "w": last["w"], "b": last["b"]})
         close(self.products((0.1, 2.0)), each)
+        close(self.products(jnp.array([0.1, 2.0])), each)
 
     def test_cached(self):
         state = self.found.init(KEY, ARGS, None, -1)
@@ -121,7 +122,7 @@ class TestDamping:
             own.inputs_factor, own.outputs_factor = other.inputs_factor, other.outputs_factor
         close(*jax.jit(compute)(state, [0.1, 2.0]))
 
-    @pytest.mark.parametrize("weights", [[0.1], (0.1,) * 3])
+    @pytest.mark.parametrize("weights", [[0.1], (0.1,) * 3, jnp.full(3, 0.1)])
     def test_another_number_of_weights(self, weights):
         with pytest.raises(ValueError, match=r"one for each of the 2 blocks, got [13]"):
             self.found.multiply_inverse(states(), MLP, weights, True, False, None)

@@ -19,11 +19,16 @@ class ScaledIdentity(CurvatureBlock):
     Arguments:
         layer_tag_eq: the equation of the layer's tag.
         name: what the block is called.
-        scale: the multiple.
+        scale: the multiple, a positive number.
+
+    Raises:
+        ValueError: if it is not positive.
     """
 
     def __init__(self, layer_tag_eq: Any, name: str, scale: ArrayLike = 1.0) -> None:
         super().__init__(layer_tag_eq, name)
+        if isinstance(scale, float | int) and scale <= 0:
+            raise ValueError(f"curvax.ScaledIdentity: the scale must be positive, got {scale}.")
         self._scale = scale
 
     def fixed_scale(self) -> ArrayLike:

@@ -252,16 +252,16 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         return Layers(at, self._known.blocks)
 
     def _per_block(self, identity_weight: IdentityWeight) -> Sequence[ArrayLike]:
-        count = self.num_blocks
-        if not isinstance(identity_weight, list | tuple):
-            one: Any = identity_weight
-            return [one] * count
-        if len(identity_weight) != count:
+        count, given = self.num_blocks, identity_weight
+        several: Any = given if isinstance(given, list | tuple) else jnp.asarray(given)
+        if not isinstance(several, list | tuple) and several.ndim == 0:
+            return [several] * count
+        if len(several) != count:
             raise ValueError(
                 f"{self._where}: identity_weight is a number, or one for each of the {count} "
-                f"blocks, got {len(identity_weight)}."
+                f"blocks, got {len(several)}."
             )
-        return identity_weight
+        return list(several)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         """Which blocks there are, for a function of such arguments."""

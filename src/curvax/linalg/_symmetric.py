@@ -14,7 +14,7 @@ from curvax._types import Array
 
 __all__ = ["positive_inverse", "symmetric_product", "triangular_product"]
 
-MOST_PANELS, NARROWEST = 4, 128
+MOST_PANELS, NARROWEST = 6, 128
 """How a product is cut: more panels save little time, and each takes its time to compile."""
 
 SMALLEST, DEEPEST = 256, 2
@@ -40,13 +40,12 @@ def symmetric_product(x: Array, y: Array | None = None) -> Array:
 
 def triangular_product(lower: Array) -> Array:
     """`lower.T @ lower` of a lower triangular matrix, without what is known to be zero."""
-    product: Array | None = None
+    product = lower[..., :0, :0]
     for start, end in itertools.pairwise(_edges(lower.shape[-1])):
         panel = jnp.matrix_transpose(lower[..., start:, start:end]) @ lower[..., start:, :end]
-        if product is not None:
-            beside = jnp.matrix_transpose(panel[..., :start])
-            panel = jnp.concatenate([jnp.concatenate([product, beside], axis=-1), panel], axis=-2)
-        product = panel
+        beside = jnp.matrix_transpose(panel[..., :start])
+        above = jnp.concatenate([product, beside], axis=-1)
+        product = jnp.concatenate([above, panel], axis=-2)
     return product
 
 
@@ -73,7 +72,7 @@ def _factor_and_inverse(matrix: Array, cuts: int) -> tuple[Array, Array]:
         factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(size, dtype=matrix.dtype), matrix.shape)
         return factor, _solve(factor, identity, left=True)
-    half = _multiple(size / 2)
+    half = _part(size, 2)
     first, first_inverse = _factor_and_inverse(matrix[..., :half, :half], cuts - 1)
     below = _solve(first, matrix[..., half:, :half], transposed=True)
     rest = matrix[..., half:, half:] - symmetric_product(jnp.matrix_transpose(below))
@@ -95,9 +94,9 @@ def _lower(first: Array, below: Array, last: Array) -> Array:
 def _edges(size: int) -> list[int]:
     """Where to cut so many columns into panels; the last may be narrower."""
     count = max(1, min(MOST_PANELS, size // NARROWEST))
-    return [*range(0, size, _multiple(max(1, size / count))), size]
+    return [*range(0, size, _part(size, count)), size]
 
 
-def _multiple(size: float) -> int:
-    """The next multiple of what vector instructions take at once."""
-    return 16 * -int(-size // 16)
+def _part(size: int, count: int) -> int:
+    """The width of one of so many parts: a multiple of what vector instructions take at once."""
+    return 16 * max(1, -(-size // (16 * count)))

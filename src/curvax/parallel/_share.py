@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
+from curvax._compat import filled_like
 from curvax._types import PyTree
 
 __all__ = ["share_out", "shares"]
@@ -27,7 +27,7 @@ def share_out(
 ) -> list[PyTree]:
     """What all tasks return, each computed on one device of a mapped axis and sent to all.
 
-    Without an axis, or with one of size one, each device computes them all.
+    Without an axis they are all computed here.
 
     Arguments:
         tasks: functions without arguments, of the same values on all devices.
@@ -37,19 +37,19 @@ def share_out(
     Returns:
         The results, in order.
     """
-    count = 1 if axis_name is None else lax.axis_size(axis_name)
-    if axis_name is None or count == 1:
+    if axis_name is None:
         return [task() for task in tasks]
+    count = lax.axis_size(axis_name)
     owners = shares(work, count)
     shapes = [jax.eval_shape(task) for task in tasks]
 
     def share_of(device: int) -> list[PyTree]:
-        zeros = lambda s: jnp.zeros(s.shape, s.dtype)
         return [
-            task() if owner == device else jax.tree.map(zeros, shape)
+            task() if owner == device else jax.tree.map(filled_like, shape)
             for task, owner, shape in zip(tasks, owners, shapes, strict=True)
         ]
 
     branches = [lambda _, d=device: share_of(d) for device in range(count)]
     own = lax.switch(lax.axis_index(axis_name), branches, None)
-    return lax.psum(own, axis_name)
+    # A sum of truth values is a number.
+    return jax.tree.map(lambda x, s: x.astype(s.dtype), lax.psum(own, axis_name), shapes)
