@@ -175,6 +175,7 @@ class TestMemoryOfGroups:
         run = lambda *x: curvax.hessian(self.chain, x, batch_size=size)[0]
         return curvax.memory_usage(run, *leaves).temp_bytes
 
+    @pytest.mark.slow
     def test_it_does_not_jump_where_blocks_stand_alone(self):
         half, more, whole = map(self.needs, (12, 13, 24))
         assert more < 1.7 * half
