@@ -12,13 +12,16 @@ from jax import lax
 
 from curvax._types import Array
 
-__all__ = ["positive_inverse", "symmetric_product", "triangular_product"]
+__all__ = ["lower_inverse", "positive_inverse", "symmetric_product", "triangular_product"]
 
-MOST_PANELS, NARROWEST = 6, 128
+MOST_PANELS = 6
 """How a product is cut: more panels save little time, and each takes its time to compile."""
 
+NARROWEST, NARROWEST_TRIANGULAR = 128, 80
+"""How narrow panels may be; those of triangular matrices save more."""
+
 SMALLEST, DEEPEST = 256, 2
-"""How an inverse is cut: not below this size, and not in two more often than this."""
+"""How a triangular inverse is cut: not below this size, and not in two more often than this."""
 
 
 def symmetric_product(x: Array, y: Array | None = None) -> Array:
@@ -30,7 +33,7 @@ def symmetric_product(x: Array, y: Array | None = None) -> Array:
     y = x if y is None else y
     panels: list[tuple[int, Array]] = []
     rows: list[Array] = []
-    for start, end in itertools.pairwise(_edges(x.shape[-1])):
+    for start, end in itertools.pairwise(_edges(x.shape[-1], NARROWEST)):
         panel = jnp.matrix_transpose(x[..., start:end]) @ y[..., start:]
         known = [jnp.matrix_transpose(p[..., start - at : end - at]) for at, p in panels]
         rows.append(jnp.concatenate([*known, panel], axis=-1))
@@ -41,7 +44,7 @@ def symmetric_product(x: Array, y: Array | None = None) -> Array:
 def triangular_product(lower: Array) -> Array:
     """`lower.T @ lower` of a lower triangular matrix, without what is known to be zero."""
     product = lower[..., :0, :0]
-    for start, end in itertools.pairwise(_edges(lower.shape[-1])):
+    for start, end in itertools.pairwise(_edges(lower.shape[-1], NARROWEST_TRIANGULAR)):
         panel = jnp.matrix_transpose(lower[..., start:, start:end]) @ lower[..., start:, :end]
         beside = jnp.matrix_transpose(panel[..., :start])
         above = jnp.concatenate([product, beside], axis=-1)
@@ -57,43 +60,38 @@ def positive_inverse(matrix: Array) -> Array:
     matrix with its transpose, so that it is positive even where it is not accurate. Along axes in
     front there are several matrices.
     """
-    return triangular_product(_factor_and_inverse(matrix, DEEPEST)[1])
+    lower = lax.linalg.cholesky(matrix, symmetrize_input=False)
+    return triangular_product(lower_inverse(lower, DEEPEST))
 
 
-def _factor_and_inverse(matrix: Array, cuts: int) -> tuple[Array, Array]:
-    """The Cholesky factor L of a matrix [[A, B.T], [B, D]], and the inverse of the factor.
+def lower_inverse(lower: Array, cuts: int) -> Array:
+    """The inverse of a lower triangular matrix, cut in two so many times.
 
-    L is [[K, 0], [M, N]] with M = B inv(K).T, and N is the factor of D - M M.T. Its inverse is
-    [[inv(K), 0], [-inv(N) M inv(K), inv(N)]]. Solving by triangular factors is as accurate as a
-    factorisation of the whole; products with inverses would lose the root of the condition.
+    That of [[A, 0], [B, C]] is [[inv(A), 0], [-inv(C) B inv(A), inv(C)]]. There are only solutions
+    in it, no products: these are as accurate as it gets, and on CPUs they are done by one library,
+    whose threads would be in the way of those that compute products.
     """
-    size = matrix.shape[-1]
+    size = lower.shape[-1]
     if cuts == 0 or size <= SMALLEST:
-        factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
-        identity = jnp.broadcast_to(jnp.eye(size, dtype=matrix.dtype), matrix.shape)
-        return factor, _solve(factor, identity, left=True)
+        identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+        return _solve(lower, identity, left=True)
     half = _part(size, 2)
-    first, first_inverse = _factor_and_inverse(matrix[..., :half, :half], cuts - 1)
-    below = _solve(first, matrix[..., half:, :half], transposed=True)
-    rest = matrix[..., half:, half:] - symmetric_product(jnp.matrix_transpose(below))
-    last, last_inverse = _factor_and_inverse(rest, cuts - 1)
-    below_inverse = -_solve(last, _solve(first, below), left=True)
-    return _lower(first, below, last), _lower(first_inverse, below_inverse, last_inverse)
+    first, last = lower[..., :half, :half], lower[..., half:, half:]
+    below = -_solve(last, _solve(first, lower[..., half:, :half], left=False), left=True)
+    beside = jnp.zeros_like(jnp.matrix_transpose(below))
+    above = jnp.concatenate([lower_inverse(first, cuts - 1), beside], axis=-1)
+    below = jnp.concatenate([below, lower_inverse(last, cuts - 1)], axis=-1)
+    return jnp.concatenate([above, below], axis=-2)
 
 
-def _solve(lower: Array, x: Array, left: bool = False, transposed: bool = False) -> Array:
-    return lax.linalg.triangular_solve(lower, x, left_side=left, lower=True, transpose_a=transposed)
+def _solve(lower: Array, x: Array, left: bool) -> Array:
+    """`inv(lower) @ x`, or `x @ inv(lower)`."""
+    return lax.linalg.triangular_solve(lower, x, left_side=left, lower=True)
 
 
-def _lower(first: Array, below: Array, last: Array) -> Array:
-    """The matrix [[first, 0], [below, last]]."""
-    above = jnp.concatenate([first, jnp.zeros_like(jnp.matrix_transpose(below))], axis=-1)
-    return jnp.concatenate([above, jnp.concatenate([below, last], axis=-1)], axis=-2)
-
-
-def _edges(size: int) -> list[int]:
+def _edges(size: int, narrowest: int) -> list[int]:
     """Where to cut so many columns into panels; the last may be narrower."""
-    count = max(1, min(MOST_PANELS, size // NARROWEST))
+    count = max(1, min(MOST_PANELS, size // narrowest))
     return [*range(0, size, _part(size, count)), size]
 
 

@@ -1,0 +1,130 @@
+"""Powers of PSD matrices: right where they can be, and finite and positive everywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from curvax.linalg import _psd, add_identity, psd_eigh, psd_power, spectral_power
+from linalg.matrices import STACKS, in_two, normal, positive, power, spread_out, with_spectrum
+
+POWERS = st.sampled_from([-2, -1, -0.5, -0.25, 0, 0.5, 1, 2])
+DTYPES = [np.float32, np.float64]
+INVERSE = jax.jit(lambda matrix, weight: psd_power(matrix, weight, -1))
+
+
+def inverse_of(matrix, weight=0.0):
+    return np.asarray(INVERSE(jnp.asarray(matrix), weight), np.float64)
+
+
+def assert_positive(inverse, eps):
+    """Finite, symmetric, and without negative eigenvalues, to rounding."""
+    largest = np.max(np.abs(inverse))
+    assert np.all(np.isfinite(inverse))
+    np.testing.assert_allclose(inverse, inverse.T, atol=10 * eps * largest)
+    assert np.linalg.eigvalsh(inverse)[0] >= -10 * eps * largest
+
+
+@given(stack=STACKS, size=st.integers(1, 9), exponent=POWERS, weight=st.sampled_from([0.0, 0.3]))
+def test_a_power_is_the_power_of_the_damped_matrix(stack, size, exponent, weight):
+    matrix = positive((*stack, size, size))
+    expected = power(matrix + weight * np.eye(size), exponent)
+    found = jax.jit(psd_power, static_argnums=2)(matrix, weight, exponent)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("exponent", [-1, 0.5])
+def test_each_matrix_can_have_a_damping_of_its_own(exponent):
+    matrices, weights = positive((2, 3, 4, 4)), np.arange(6.0).reshape(2, 3)
+    found = jax.jit(lambda m, w: psd_power(m, w, exponent))(matrices, weights)
+    damped = matrices + weights[..., None, None] * np.eye(4)
+    np.testing.assert_allclose(found, power(damped, exponent), atol=1e-8)
+    np.testing.assert_allclose(add_identity(jnp.asarray(matrices), jnp.asarray(weights)), damped)
+
+
+def test_a_power_can_be_vmapped():
+    matrices = positive((3, 4, 4))
+    found = jax.jit(jax.vmap(lambda m, w: psd_power(m, w, -1), (0, None)))(matrices, 0.1)
+    np.testing.assert_allclose(found, np.linalg.inv(matrices + 0.1 * np.eye(4)), atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spectrum", [spread_out, in_two])
+def test_inverses_stay_positive_at_any_condition(dtype, spectrum):
+    eps = float(np.finfo(dtype).eps)
+    for condition in 10.0 ** np.arange(0, 13):
+        matrix = with_spectrum(spectrum(40, condition), dtype)
+        inverse = inverse_of(matrix)
+        assert_positive(inverse, eps)
+        if condition * eps < 0.01:  # Otherwise the matrix itself is not known well enough.
+            exact = np.linalg.inv(matrix.astype(np.float64))
+            error = np.linalg.norm(inverse - exact) / np.linalg.norm(exact)
+            assert error <= 2 * condition * eps + 10 * eps
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_no_eigenvalues_are_computed_at_condition_1e5_in_float32(size, monkeypatch):
+    monkeypatch.setattr(_psd, "_by_eigenvalues", lambda matrix, *_: jnp.full_like(matrix, jnp.nan))
+    inverse = jax.jit(lambda matrix: psd_power(matrix, 0.0, -1))
+    for spectrum in (spread_out, in_two):
+        found = inverse(with_spectrum(spectrum(size, 1e5), np.float32))
+        # The smallest eigenvalue of an inverse is the first to be wrong.
+        assert 0.9 < np.linalg.eigvalsh(np.asarray(found, np.float64))[0] < 1.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight", [0.0, 1e-12, 1e-3])
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_singular_matrices_invert(dtype, weight, rank):
+    rows = normal((rank, 12)).astype(dtype)
+    matrix = rows.T @ rows
+    inverse = inverse_of(matrix, weight)
+    assert_positive(inverse, float(np.finfo(dtype).eps))
+    if rank:  # In the range of the matrix it is an inverse, whatever happens beside it.
+        damped = matrix.astype(np.float64) + weight * np.eye(12)
+        inside = np.linalg.svd(rows.astype(np.float64))[2][:rank]
+        expected = np.linalg.inv(inside @ damped @ inside.T)
+        rounding = 10 * float(np.finfo(dtype).eps) * np.max(np.abs(inverse))
+        np.testing.assert_allclose(inside @ inverse @ inside.T, expected, atol=rounding)
+    elif weight:
+        np.testing.assert_allclose(inverse, np.eye(12) / weight, rtol=1e-6)
+    else:
+        np.testing.assert_array_equal(inverse, 0)
+
+
+@pytest.mark.parametrize("exponent", [-1, -0.5, 1, 0.5])
+def test_what_is_not_a_number_comes_back(exponent):
+    matrix = jnp.eye(3).at[1, 1].set(jnp.nan)
+    assert jax.jit(psd_power, static_argnums=2)(matrix, 0.1, exponent).shape == (3, 3)
+
+
+def test_one_bad_matrix_does_not_spoil_those_beside_it():
+    matrices = np.stack([positive((4, 4)), np.zeros((4, 4))])
+    found = INVERSE(matrices, 0.0)
+    np.testing.assert_allclose(found[0], np.linalg.inv(matrices[0]), rtol=1e-8)
+    assert np.all(np.isfinite(found))
+
+
+def test_eigenvalues_are_not_negative():
+    matrix = with_spectrum([1.0, 0.5, -1e-3])
+    values, vectors = psd_eigh(jnp.asarray(matrix))
+    np.testing.assert_allclose(values, [0, 0.5, 1], atol=1e-14)
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(3), atol=1e-14)
+
+
+@given(stack=STACKS, exponent=POWERS)
+def test_powers_of_eigenvalues_are_those_of_numbers(stack, exponent):
+    values = 0.1 + np.abs(normal((*stack, 5)))
+    np.testing.assert_allclose(spectral_power(jnp.asarray(values), exponent), values**exponent)
+
+
+def test_small_eigenvalues_are_as_small_as_can_be_told_from_zero():
+    eps = np.finfo(np.float64).eps
+    found = spectral_power(jnp.array([0.0, 1e-30, 2.0]), -1)
+    np.testing.assert_allclose(found, [1 / (16 * eps), 1 / (16 * eps), 0.5])
+    np.testing.assert_array_equal(spectral_power(jnp.zeros(3), -0.5), 0)
+    # All eigenvalues of a matrix are compared with the largest of them.
+    grid = jnp.array([[4.0, 0.0], [1.0, 1.0]])
+    by_matrix = spectral_power(grid, -1, axes=(-2, -1))
+    np.testing.assert_allclose(by_matrix, [[0.25, 1 / (32 * eps)], [1, 1]])

@@ -1,0 +1,79 @@
+"""Products and inverses by parts are what they are when computed at once."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from curvax.linalg import _symmetric
+from curvax.linalg._symmetric import (
+    lower_inverse,
+    positive_inverse,
+    symmetric_product,
+    triangular_product,
+)
+from linalg.matrices import STACKS, normal, positive
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_parts():
+    """Cut matrices of a few rows already, to be quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_symmetric, "NARROWEST", 18)
+        patch.setattr(_symmetric, "NARROWEST_TRIANGULAR", 18)
+        patch.setattr(_symmetric, "SMALLEST", 32)
+        yield
+
+
+# Around each size at which there is one part more, and beyond.
+SIZES = st.sampled_from([1, 2, 17, 31, 32, 33, 35, 36, 37, 54, 65, 129])
+
+
+@given(stack=STACKS, rows=st.integers(0, 7), size=SIZES)
+def test_a_symmetric_product_is_the_product_with_the_transpose(stack, rows, size):
+    x = normal((*stack, rows, size))
+    product = jax.jit(symmetric_product)(x)
+    np.testing.assert_allclose(product, np.swapaxes(x, -2, -1) @ x, atol=1e-12)
+    np.testing.assert_allclose(product, np.swapaxes(product, -2, -1), atol=1e-14)
+
+
+@given(stack=STACKS, size=SIZES)
+def test_a_symmetric_product_takes_a_second_matrix(stack, size):
+    x, weight = normal((*stack, 5, size)), positive((*stack, 5, 5))
+    product = jax.jit(symmetric_product)(x, weight @ x)
+    np.testing.assert_allclose(product, np.swapaxes(x, -2, -1) @ weight @ x, atol=1e-11)
+
+
+@given(stack=STACKS, size=SIZES)
+def test_a_triangular_product_is_the_product_with_the_transpose(stack, size):
+    lower = np.tril(normal((*stack, size, size)))
+    expected = np.swapaxes(lower, -2, -1) @ lower
+    np.testing.assert_allclose(jax.jit(triangular_product)(lower), expected, atol=1e-11)
+
+
+@given(stack=STACKS, size=SIZES, cuts=st.integers(0, 3))
+def test_a_lower_inverse_is_the_inverse(stack, size, cuts):
+    lower = np.linalg.cholesky(positive((*stack, size, size)))
+    inverse = jax.jit(lower_inverse, static_argnums=1)(lower, cuts)
+    np.testing.assert_allclose(inverse, np.linalg.inv(lower), atol=1e-10)
+    np.testing.assert_array_equal(inverse, np.tril(inverse))
+
+
+@given(stack=STACKS, size=SIZES)
+def test_a_positive_inverse_is_the_inverse(stack, size):
+    matrix = positive((*stack, size, size))
+    inverse = jax.jit(positive_inverse)(matrix)
+    np.testing.assert_allclose(inverse, np.linalg.inv(matrix), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("function", [symmetric_product, triangular_product, positive_inverse])
+def test_it_is_the_same_under_jit_and_vmap(function):
+    matrices = positive((3, 70, 70))
+    matrices = matrices if function is positive_inverse else np.linalg.cholesky(matrices)
+    expected = np.stack([jax.jit(function)(matrix) for matrix in matrices])
+    np.testing.assert_allclose(jax.jit(jax.vmap(function))(matrices), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [5, 70])
+def test_the_inverse_of_what_is_not_positive_is_not_finite(size):
+    assert not np.all(np.isfinite(jax.jit(positive_inverse)(-np.eye(size))))
