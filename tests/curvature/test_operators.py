@@ -1,6 +1,7 @@
 """Curvature as an operator that solvers take, its spectrum, and how good an estimate is."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,19 @@ class TestSpectrum:
     def test_errors(self):
         with pytest.raises(ValueError, match="at least one, got 0 and 64"):
             curvax.spectral_density(exact_operator(), jax.random.key(0), num_samples=0)
+
+
+USES = {
+    "lineax": lambda: exact_operator().as_lineax(),
+    "matfree": lambda: curvax.spectral_density(exact_operator(), jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("missing", USES)
+def test_packages_that_are_not_installed(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"not installed: pip install 'curvax\[linear\]'"):
+        USES[missing]()
 
 
 class TestVerification:

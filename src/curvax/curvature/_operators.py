@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.curvature._block_diagonal import BlockDiagonalCurvature
 from curvax.curvature._implicit import ImplicitExactCurvature
+from curvax.curvature._linear import import_lineax
 
 __all__ = ["CurvatureOperator", "as_linear_operator"]
 
@@ -75,8 +76,7 @@ class CurvatureOperator:
         Returns:
             A `lineax.FunctionLinearOperator`, tagged as symmetric or positive semi-definite.
         """
-        import lineax
-
+        lineax = import_lineax()
         tag = lineax.positive_semidefinite_tag if self.is_positive else lineax.symmetric_tag
         return lineax.FunctionLinearOperator(self.multiply, self.params, tag)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from curvax._types import Array
+from curvax.curvature._linear import import_matfree_decompositions
 from curvax.curvature._operators import CurvatureOperator
 
 __all__ = ["SpectralDensity", "spectral_density"]
@@ -129,10 +130,8 @@ def spectral_density(
             f"{where}: num_samples and num_steps are at least one, got {num_samples} and "
             f"{num_steps}."
         )
-    from matfree import decomp
-
     dim = operator.shape[0]
-    tridiagonal: Any = decomp.tridiag_sym(min(num_steps, dim), custom_vjp=False)
+    tridiagonal = import_matfree_decompositions().tridiag_sym(min(num_steps, dim), custom_vjp=False)
 
     def of_sample(key: Array) -> tuple[Array, Array]:
         vector = jax.random.rademacher(key, (dim,), operator.dtype)
