@@ -22,8 +22,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Compiling takes its time, so neither a deadline nor the health check for slowness means anything.
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("default", max_examples=8, **UNHURRIED)
-hypothesis.settings.register_profile("ci", max_examples=8, derandomize=True, **UNHURRIED)
+hypothesis.settings.register_profile("default", max_examples=6, **UNHURRIED)
+hypothesis.settings.register_profile("ci", max_examples=6, derandomize=True, **UNHURRIED)
 hypothesis.settings.register_profile("thorough", max_examples=150, **UNHURRIED)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 

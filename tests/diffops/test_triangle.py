@@ -181,6 +181,7 @@ class TestMemoryOfGroups:
         assert more < 1.7 * half
         assert whole < 2.5 * half
 
+    @pytest.mark.slow
     def test_blocks_are_no_larger_than_the_largest_group(self):
         x = [normal(k, self.n) for k in range(4)]
         with curvax.recorded_plans() as plans:

@@ -121,13 +121,13 @@ def test_the_largest_size_that_fits_is_taken(case):
 def test_the_budget_of_a_scan_is_for_its_gradient(case):
     gradient = lambda run: jax.grad(lambda w, x: jnp.sum(run(w, x)[0]), (0, 1))
     expected = jax.jit(gradient(case.sized(1)))(W, X)
+    assert_same(case.within(case.high)(W, X), jax.jit(case.sized(1))(W, X), 1e-10, 1e-10)
     sizes = []
     for budget in (case.low, case.high):
         with curvax.recorded_plans() as plans:
             run = case.within(budget)
             program = gradient(run)
             assert_same(jax.jit(program)(W, X), expected, 1e-9, 1e-9)
-        assert_same(run(W, X), jax.jit(case.sized(1))(W, X), 1e-10, 1e-10)
         assert plans[0].usage.added_bytes <= budget
         assert curvax.memory_usage(program, W, X).added_bytes <= 1.1 * budget
         sizes.append(plans[0].batch_size)
@@ -253,6 +253,7 @@ def test_the_fastest_may_be_asked_for(case):
     assert_same(got, jax.jit(case.sized(2))(W, X), 1e-10, 1e-10)
 
 
+@pytest.mark.slow
 def test_the_fastest_may_be_asked_for_under_jit():
     planned = curvax.chunked_vmap(
         lambda k, x: layer(W, x) + jax.random.normal(k), memory_budget=100_000, objective="time"

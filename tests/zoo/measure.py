@@ -94,10 +94,17 @@ def of_sites(layer: Any, data: Any) -> tuple[Any, Any]:
 
 
 @functools.cache
+def registered(entry: Entry) -> Any:
+    """What is recognised of a model."""
+    model = entry.get()
+    return curvax.explain_registration(model.loss, model.args)
+
+
+@functools.cache
 def measured(entry: Entry) -> Measured:
     model = entry.get()
     args = model.args
-    report = curvax.explain_registration(model.loss, args)
+    report = registered(entry)
     # Tagged once for all.
     tagged = curvax.auto_register_tags(model.loss, args)
     done = {"auto_register_tags": False}

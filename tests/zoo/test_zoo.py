@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 import curvax
-from zoo.measure import alone, compute, layer_data, measured, statistics_by_the_book
+from zoo.measure import (
+    alone,
+    compute,
+    layer_data,
+    measured,
+    registered,
+    statistics_by_the_book,
+)
 from zoo.models import ZOO
 
 
@@ -19,9 +26,20 @@ def one_worker(entry, *others, marks=()):
     return pytest.param(entry, *others, id="-".join([entry.name, *others]), marks=[group, *marks])
 
 
+def models(wanted):
+    """Those models; every other one is computed only if slow tests are wanted."""
+    some = [entry for number, entry in enumerate(ZOO) if number % 2 == 0]
+    return [
+        one_worker(entry, marks=[] if entry in some else [pytest.mark.slow])
+        for entry in ZOO
+        if wanted(entry)
+    ]
+
+
 each_model = pytest.mark.parametrize("entry", [one_worker(e) for e in ZOO])
-each_tapped = pytest.mark.parametrize("entry", [one_worker(e) for e in ZOO if e.tapped])
-each_scanned = pytest.mark.parametrize("entry", [one_worker(e) for e in ZOO if e.scanned])
+each_computed = pytest.mark.parametrize("entry", models(lambda entry: True))
+each_tapped = pytest.mark.parametrize("entry", models(lambda entry: entry.tapped))
+each_scanned = pytest.mark.parametrize("entry", models(lambda entry: entry.scanned))
 
 
 def assert_close(actual, expected, accuracy=1e-9, name=""):
@@ -33,34 +51,34 @@ def assert_close(actual, expected, accuracy=1e-9, name=""):
 class TestEachModel:
     @each_model
     def test_its_layers_are_recognised(self, entry):
-        report, expected = measured(entry).report, entry.get().generic
+        report, expected = registered(entry), entry.get().generic
         generic = {row.path: row.reason for row in report.rows if row.reason}
         assert generic.keys() == expected.keys(), str(report)
         assert all(expected[path] in reason for path, reason in generic.items()), str(report)
         assert report.coverage >= 0.99 or expected
 
-    @each_model
+    @each_computed
     def test_layers_give_their_outputs_from_their_inputs(self, entry):
         accuracy = entry.get().accuracy
         for data, outputs, _ in alone(entry):
             for site, y in zip(data["sites"], outputs, strict=True):
                 assert_close(y, site["outputs"][0].astype(float), accuracy)
 
-    @each_model
+    @each_computed
     def test_what_comes_back_to_layers_amounts_to_the_gradient(self, entry):
         accuracy = entry.get().accuracy
         for data, _, total in alone(entry, complete=True):
             for got, want in zip(total, data["params_tangents"], strict=True):
                 assert_close(got, want, accuracy)
 
-    @each_model
+    @each_computed
     def test_statistics_are_sums_of_outer_products(self, entry):
         found, expected = measured(entry).statistics, statistics_by_the_book(entry)
         accuracy = max(entry.get().accuracy, 1e-8)
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert_close(got, want, accuracy)
 
-    @each_model
+    @each_computed
     def test_the_gradient_is_that_of_the_loss_by_hand(self, entry):
         found = measured(entry)
         gradient = dict(enumerate(jax.tree.leaves(found.gradient)))
@@ -71,7 +89,7 @@ class TestEachModel:
                 assert_close(got, gradient.pop(number), entry.get().accuracy)
         assert not gradient
 
-    @each_model
+    @each_computed
     def test_its_curvature_is_estimated_and_inverted(self, entry):
         found = measured(entry)
         numbers = [x for x in jax.tree.leaves((found.state, found.step)) if x.dtype.kind == "f"]
