@@ -30,7 +30,13 @@ def planned(program, budget):
     return plan
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 2 else [])
+        for number, name in enumerate(PROGRAMS)
+    ],
+)
 def test_over_two_decades_it_fits_and_a_tenth_more_does_not(name):
     program = PROGRAMS[name]()
     least = needs(program, 1)

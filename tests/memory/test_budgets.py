@@ -84,15 +84,17 @@ SCANS = {
 }
 ALL = FUNCTIONS | SCANS
 each = pytest.mark.parametrize("case", ALL.values(), ids=ALL)
-each_but_one_scan = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "checkpointed_scan" else [])
-        for name, case in ALL.items()
-    ],
-)
+
+
+def but_one(cases):
+    """All of them, the one that takes longest only if slow tests are wanted."""
+    marks = lambda name: [pytest.mark.slow] if name == "checkpointed_scan" else []
+    return [pytest.param(case, id=name, marks=marks(name)) for name, case in cases.items()]
+
+
+each_but_one_scan = pytest.mark.parametrize("case", but_one(ALL))
+each_scan_but_one = pytest.mark.parametrize("case", but_one(SCANS))
 each_map = pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
-each_scan = pytest.mark.parametrize("case", SCANS.values(), ids=SCANS)
 
 
 @each_map
@@ -117,7 +119,7 @@ def test_the_largest_size_that_fits_is_taken(case):
             assert needs > budget or (same_program and case.size_name == "microbatch_size")
 
 
-@each_scan
+@each_scan_but_one
 def test_the_budget_of_a_scan_is_for_its_gradient(case):
     gradient = lambda run: jax.grad(lambda w, x: jnp.sum(run(w, x)[0]), (0, 1))
     expected = jax.jit(gradient(case.sized(1)))(W, X)
