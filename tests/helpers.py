@@ -4,7 +4,11 @@
 computes everything a program must agree with its naive equivalent on, in one compiled program.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +18,23 @@ import numpy as np
 
 def key(seed: int = 0) -> jax.Array:
     return jax.random.key(seed)
+
+
+def run_on_devices(program: Path, count: int, *arguments: str) -> str:
+    """What a program prints that runs with so many devices, if it does not fail.
+
+    JAX fixes their number when it starts, so it is a process of its own.
+    """
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
+    run = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def random_like(tree: Any, seed: int = 0) -> Any:

@@ -4,9 +4,6 @@ JAX fixes its number of devices when it starts, so `shared_programs.py` runs in 
 own, which has three.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +12,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from curvax.parallel import share_out, shares
+from helpers import run_on_devices
 
 PROGRAMS = Path(__file__).with_name("shared_programs.py")
 WORK = st.lists(st.floats(0, 100), max_size=12)
@@ -54,13 +52,4 @@ def test_the_axis_may_be_one_of_a_vmap():
 
 
 def test_two_and_three_devices_return_what_one_computes():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=3"
-    run = subprocess.run(
-        [sys.executable, str(PROGRAMS)],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "programs agree" in run.stdout
+    assert "programs agree" in run_on_devices(PROGRAMS, 3)

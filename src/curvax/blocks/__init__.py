@@ -28,6 +28,7 @@ from curvax.blocks._full import (
     Full as Full,
     NaiveFull as NaiveFull,
     ScaleAndShiftFull as ScaleAndShiftFull,
+    products_of_gradients as products_of_gradients,
 )
 from curvax.blocks._kronecker import TwoKroneckerFactored as TwoKroneckerFactored
 from curvax.blocks._layer import LayerEquation as LayerEquation, LayerSite as LayerSite

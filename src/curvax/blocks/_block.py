@@ -22,7 +22,14 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._data import statistics_of_data
 from curvax.blocks._layer import LayerEquation, LayerSite, wide
-from curvax.blocks._state import BlockState, Powers, copied, powers_of
+from curvax.blocks._state import (
+    BlockState,
+    MatrixPower,
+    Powers,
+    Refresh,
+    copied,
+    powers_of,
+)
 
 __all__ = ["CurvatureBlock", "Statistics"]
 
@@ -210,7 +217,8 @@ class CurvatureBlock(abc.ABC):
         scale = self.scale(state, use_cached)
         vector = tuple(jnp.asarray(x).astype(wide(x.dtype, self.dtype)) for x in vector)
         weight = jnp.asarray(identity_weight) / scale
-        product = self._multiply_matpower(state, vector, weight, power, exact_power, use_cached)
+        how = MatrixPower(weight, power, exact_power, use_cached)
+        product = self._multiply_matpower(state, vector, how)
         factor = jnp.asarray(scale) ** power
         return tuple(x * factor.astype(x.dtype) for x in product)
 
@@ -278,8 +286,8 @@ class CurvatureBlock(abc.ABC):
         """
         state = copied(state)
         weight = jnp.asarray(identity_weight) / self.fixed_scale()
-        exact, approx = powers_of(exact_powers), powers_of(approx_powers)
-        return self._update_cache(state, weight, exact, approx, eigenvalues)
+        powers = powers_of(exact_powers), powers_of(approx_powers)
+        return self._update_cache(state, Refresh(weight, *powers, eigenvalues))
 
     def update_curvature_matrix_estimate(
         self,
@@ -361,13 +369,7 @@ class CurvatureBlock(abc.ABC):
 
     @abc.abstractmethod
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
         """As `multiply_matpower`, without the scale (that depends on the state, if cached)."""
 
@@ -376,14 +378,7 @@ class CurvatureBlock(abc.ABC):
         """As `eigenvalues`, without the scale."""
 
     @abc.abstractmethod
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         """As `update_cache`, without the fixed scale, of a state that may be changed."""
 
     def to_dense_matrix(self, state: Any) -> Array:

@@ -1,6 +1,5 @@
 """Blocks that keep only the diagonal."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
-from curvax.blocks._layer import LayerSite, wide
-from curvax.blocks._state import BlockState, power_key
+from curvax.blocks._layer import LayerSite
+from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
+from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
 from curvax.linalg import WeightedMovingAverage, spectral_power
 
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
@@ -76,19 +76,15 @@ class Diagonal(CurvatureBlock):
         return state(cache=cache, diagonal_factors=factors)
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        del exact_power  # It is always exact.
-        if use_cached:
-            powers = self._cached(state, power_key(power))
+        # It is always exact.
+        if how.is_cached:
+            powers = self._cached(state, power_key(how.power))
         else:
-            powers = _powers([d.value for d in state.diagonal_factors], identity_weight, power)
+            powers = _powers(
+                [d.value for d in state.diagonal_factors], how.identity_weight, how.power
+            )
         return tuple(x * p for x, p in zip(vector, powers, strict=True))
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
@@ -96,20 +92,13 @@ class Diagonal(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         return self.flattened([d.value for d in state.diagonal_factors])
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
         diagonal = [d.value * scale for d in state.diagonal_factors]
-        for power in {*exact, *approx}:
+        for power in wanted.powers:
             self._cached(state, power_key(power))
-            state.cache[power_key(power)] = _powers(diagonal, identity_weight, power)
-        if eigenvalues:
+            state.cache[power_key(power)] = _powers(diagonal, wanted.identity_weight, power)
+        if wanted.eigenvalues:
             state.cache["eigenvalues"] = self.flattened(diagonal)
         return state
 
@@ -118,7 +107,7 @@ class DenseDiagonal(Diagonal):
     """A `Diagonal` block for dense layers."""
 
 
-class Conv2DDiagonal(Diagonal):
+class Conv2DDiagonal(SomeAtATime, Diagonal):
     """A `Diagonal` block for convolutions.
 
     The gradients of single examples are computed, some at a time.
@@ -130,80 +119,23 @@ class Conv2DDiagonal(Diagonal):
             `get_max_parallel_elements()`.
     """
 
-    def __init__(
-        self, layer_tag_eq: Any, name: str, max_elements_for_vmap: int | None = None
-    ) -> None:
-        super().__init__(layer_tag_eq, name)
-        self.max_elements = max_elements_for_vmap
 
-    @property
-    def max_elements_for_vmap(self) -> int | None:
-        """How many elements of gradients of examples to hold at once."""
-        return self.max_elements
-
-
-class ScaleAndShiftDiagonal(Diagonal):
+class ScaleAndShiftDiagonal(OfScaleAndShift, Diagonal):
     """A `Diagonal` block for layers that scale and shift."""
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether the layer has a scale."""
-        return self.layer_tag_extra_params["has_scale"]
 
-    @property
-    def has_shift(self) -> bool:
-        """Whether the layer has a shift."""
-        return self.layer_tag_extra_params["has_shift"]
-
-
-class NaiveDiagonal(Diagonal):
+class NaiveDiagonal(OfTotalGradient, Diagonal):
     """The diagonal of `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
 
     It needs to know nothing of the layer. Products of gradients of different examples are zero on
     average, as far as estimation modes have random signs or targets, and are noise here.
     """
 
-    sums_batch = True
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return ("only the gradient of all examples together is known: estimates are noisy",)
-
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
-        del state
-        return total_gradient(site, sites, self.dtype)
-
     def terms(
         self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
     ) -> dict[str, PyTree]:
         del state
-        return {"squares": [x**2 for x in put_total_gradient(statistics, sites)]}
-
-
-def total_gradient(site: LayerSite, sites: Sequence[LayerSite], dtype: jnp.dtype) -> Statistics:
-    """The gradient of all examples, as the function has the parameters or as the site does.
-
-    Of a layer of the user's own it is not computed here: the pass itself has it.
-    """
-    number = sites.index(site)
-    if not site.is_known:
-        return {}
-    if site.kind == "generic_tag":
-        return {f"total {number}": lambda _, g: [g[0].astype(dtype)]}
-
-    def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> list[Array]:
-        gradients = site.gradients(inputs[0], cotangents[0].astype(dtype))
-        return [jnp.sum(x, 0) for x in gradients]
-
-    return {f"total {number}": summed}
-
-
-def put_total_gradient(statistics: Mapping[str, PyTree], sites: Sequence[LayerSite]) -> list[Array]:
-    """The gradient of all examples and sites, in the shapes of the parameters."""
-    if "gradient" in statistics:
-        return [x.astype(wide(x.dtype)) for x in statistics["gradient"]]
-    each = [site.put(statistics[f"total {number}"]) for number, site in enumerate(sites)]
-    return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
+        return {"squares": [x**2 for x in self.total_gradient(statistics, sites)]}
 
 
 def _squares(gradients: list[Array]) -> list[Array]:

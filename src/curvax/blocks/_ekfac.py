@@ -21,6 +21,7 @@ from curvax.blocks._factors import matrix_of_params, params_of_matrix
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._kronecker import TwoKroneckerFactored
 from curvax.blocks._layer import LayerSite
+from curvax.blocks._state import MatrixPower, Refresh
 from curvax.linalg import (
     Eigen,
     WeightedMovingAverage,
@@ -104,21 +105,12 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         return squares
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        del (
-            exact_power,
-            use_cached,
-        )  # It is always exact, and the basis is always that of the cache.
+        # It is always exact, and the basis is always that of the cache.
         site = self._equation.sites[0]
-        values = state.eigenvalues.value + identity_weight.astype(self.dtype)
-        powers = spectral_power(values, power, axes=(-2, -1))
+        values = state.eigenvalues.value + how.identity_weight.astype(self.dtype)
+        powers = spectral_power(values, how.power, axes=(-2, -1))
         x = to_basis(state.basis, matrix_of_params(site, vector))
         return tuple(params_of_matrix(site, from_basis(state.basis, powers * x)))
 
@@ -127,21 +119,13 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
             return self._cached(state, "eigenvalues")
         return state.eigenvalues.value.reshape(-1)
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
-        del identity_weight, exact, approx
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         eigen = self._kronecker.eigen(*self._values(state))
         state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
         # In a new basis, the diagonal is that of the factors until it is estimated again.
         weight = state.eigenvalues.weight
         state.eigenvalues.raw_value = self._kronecker.eigenvalues(eigen) * weight
-        if eigenvalues:
+        if wanted.eigenvalues:
             state.cache["eigenvalues"] = state.eigenvalues.value.reshape(-1)
         return state
 

@@ -8,11 +8,11 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
-from curvax.blocks._diagonal import put_total_gradient, total_gradient
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._layer import LayerSite
 from curvax.blocks._settings import get_default_eigen_decomposition_threshold
-from curvax.blocks._state import BlockState, power_key
+from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
+from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
 from curvax.linalg import (
     WeightedMovingAverage,
     psd_eigh,
@@ -21,7 +21,14 @@ from curvax.linalg import (
     symmetric_product,
 )
 
-__all__ = ["Conv2DFull", "DenseFull", "Full", "NaiveFull", "ScaleAndShiftFull"]
+__all__ = [
+    "Conv2DFull",
+    "DenseFull",
+    "Full",
+    "NaiveFull",
+    "ScaleAndShiftFull",
+    "products_of_gradients",
+]
 
 
 class Full(CurvatureBlock):
@@ -107,13 +114,15 @@ class Full(CurvatureBlock):
 
     def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
         del state
-        return gradient_statistics(site, sites, _products, True, self.dtype, self.max_elements)
+        return gradient_statistics(
+            site, sites, products_of_gradients, True, self.dtype, self.max_elements
+        )
 
     def terms(
         self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
     ) -> dict[str, PyTree]:
         del state
-        return {"products": gradient_terms(statistics, sites, _products, on_whole=True)}
+        return {"products": gradient_terms(statistics, sites, products_of_gradients, on_whole=True)}
 
     def estimate(
         self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
@@ -143,24 +152,18 @@ class Full(CurvatureBlock):
         return state(cache=cache, matrix=average)
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        del exact_power  # It is always exact.
+        # It is always exact.
         flat = self.flattened(vector)
-        if not use_cached:
-            matrix = psd_power(state.matrix.value, identity_weight, power)
+        if not how.is_cached:
+            matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
         elif "eigenvectors" in (state.cache or ()):
             values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
-            powers = spectral_power(values + identity_weight.astype(values.dtype), power)
+            powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
             return self.unflattened(vectors @ (powers * (flat @ vectors)))
         else:
-            matrix = self._cached(state, power_key(power))
+            matrix = self._cached(state, power_key(how.power))
         return self.unflattened(matrix @ flat)
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
@@ -168,23 +171,16 @@ class Full(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         return psd_eigh(state.matrix.value)[0]
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
         matrix = state.matrix.value * scale
         if "eigenvectors" in state.cache:
             state.cache["eigenvalues"], state.cache["eigenvectors"] = psd_eigh(matrix)
             return state
-        for power in {*exact, *approx}:
+        for power in wanted.powers:
             self._cached(state, power_key(power))
-            state.cache[power_key(power)] = psd_power(matrix, identity_weight, power)
-        if eigenvalues:
+            state.cache[power_key(power)] = psd_power(matrix, wanted.identity_weight, power)
+        if wanted.eigenvalues:
             state.cache["eigenvalues"] = psd_eigh(matrix)[0]
         return state
 
@@ -193,7 +189,7 @@ class DenseFull(Full):
     """A `Full` block for dense layers."""
 
 
-class Conv2DFull(Full):
+class Conv2DFull(SomeAtATime, Full):
     """A `Full` block for convolutions.
 
     The gradients of single examples are computed, some at a time.
@@ -205,33 +201,12 @@ class Conv2DFull(Full):
             `get_max_parallel_elements()`.
     """
 
-    def __init__(
-        self, layer_tag_eq: Any, name: str, max_elements_for_vmap: int | None = None
-    ) -> None:
-        super().__init__(layer_tag_eq, name)
-        self.max_elements = max_elements_for_vmap
 
-    @property
-    def max_elements_for_vmap(self) -> int | None:
-        """How many elements of gradients of examples to hold at once."""
-        return self.max_elements
-
-
-class ScaleAndShiftFull(Full):
+class ScaleAndShiftFull(OfScaleAndShift, Full):
     """A `Full` block for layers that scale and shift."""
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether the layer has a scale."""
-        return self.layer_tag_extra_params["has_scale"]
 
-    @property
-    def has_shift(self) -> bool:
-        """Whether the layer has a shift."""
-        return self.layer_tag_extra_params["has_shift"]
-
-
-class NaiveFull(Full):
+class NaiveFull(OfTotalGradient, Full):
     """The matrix `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
 
     It needs to know nothing of the layer; see `NaiveDiagonal`.
@@ -242,24 +217,15 @@ class NaiveFull(Full):
         eigen_decomposition_threshold: as in `Full`.
     """
 
-    sums_batch = True
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return ("only the gradient of all examples together is known: estimates are noisy",)
-
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
-        del state
-        return total_gradient(site, sites, self.dtype)
-
     def terms(
         self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
     ) -> dict[str, PyTree]:
         del state
-        flat = self.flattened(put_total_gradient(statistics, sites))
+        flat = self.flattened(self.total_gradient(statistics, sites))
         return {"products": jnp.outer(flat, flat)}
 
 
-def _products(gradients: list[Array]) -> Array:
+def products_of_gradients(gradients: list[Array]) -> Array:
+    """The sum of outer products of gradients, (number, *shape) for each parameter."""
     flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
     return symmetric_product(flat)

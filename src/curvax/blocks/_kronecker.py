@@ -31,7 +31,7 @@ from curvax.blocks._factors import (
     params_of_matrix,
 )
 from curvax.blocks._layer import LayerSite
-from curvax.blocks._state import BlockState, power_key
+from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
 from curvax.linalg import DenseSide, DiagonalSide, Kronecker, Side, WeightedMovingAverage
 
 __all__ = ["TwoKroneckerFactored", "WeightSharing"]
@@ -192,29 +192,25 @@ class TwoKroneckerFactored(CurvatureBlock):
         return state(cache=cache, inputs_factor=inputs, outputs_factor=outputs)
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
         site, kronecker = self._equation.sites[0], self._kronecker
         x = matrix_of_params(site, vector)
-        if exact_power and use_cached:
+        if how.is_exact and how.is_cached:
             eigen = self._cached(state, "eigen")
-            x = kronecker.multiply_power(eigen, x, identity_weight, power)
-        elif exact_power and power == 1:
-            x = identity_weight.astype(x.dtype) * x + kronecker.multiply(*self._values(state), x)
-        elif exact_power:
+            x = kronecker.multiply_power(eigen, x, how.identity_weight, how.power)
+        elif how.is_exact and how.power == 1:
+            x = how.identity_weight.astype(x.dtype) * x + kronecker.multiply(
+                *self._values(state), x
+            )
+        elif how.is_exact:
             eigen = kronecker.eigen(*self._values(state))
-            x = kronecker.multiply_power(eigen, x, identity_weight, power)
-        elif use_cached:
-            cached = self._cached(state, power_key(power))
+            x = kronecker.multiply_power(eigen, x, how.identity_weight, how.power)
+        elif how.is_cached:
+            cached = self._cached(state, power_key(how.power))
             x = kronecker.multiply(cached["inputs_factor"], cached["outputs_factor"], x)
         else:
-            powers = kronecker.power(*self._values(state), identity_weight, power)
+            powers = kronecker.power(*self._values(state), how.identity_weight, how.power)
             x = kronecker.multiply(*powers, x)
         return tuple(params_of_matrix(site, x))
 
@@ -224,28 +220,21 @@ class TwoKroneckerFactored(CurvatureBlock):
         eigen = self._kronecker.eigen(*self._values(state))
         return self._kronecker.eigenvalues(eigen).reshape(-1)
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         inputs, outputs = self._values(state)
         inputs = inputs * jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        for power in approx:
+        for power in wanted.approx:
             self._cached(state, power_key(power))
-            powers = self._kronecker.power(inputs, outputs, identity_weight, power)
+            powers = self._kronecker.power(inputs, outputs, wanted.identity_weight, power)
             names = ("inputs_factor", "outputs_factor")
             state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
-        if not exact and not eigenvalues:
+        if not wanted.exact and not wanted.eigenvalues:
             return state
         eigen = self._kronecker.eigen(inputs, outputs)
-        if exact:
+        if wanted.exact:
             self._cached(state, "eigen")
             state.cache["eigen"] = eigen
-        if eigenvalues:
+        if wanted.eigenvalues:
             state.cache["eigenvalues"] = self._kronecker.eigenvalues(eigen).reshape(-1)
         return state
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
 from curvax.blocks._layer import LayerEquation, LayerSite
-from curvax.blocks._state import BlockState
+from curvax.blocks._state import BlockState, MatrixPower, Refresh
 from curvax.linalg import spectral_power
 
 __all__ = ["Parts"]
@@ -105,17 +105,11 @@ class Parts(CurvatureBlock):
         return state(cache={}, parts=tuple(parts))
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        outside = spectral_power(identity_weight.astype(self.dtype)[None], power)[0]
+        outside = spectral_power(how.identity_weight.astype(self.dtype)[None], how.power)[0]
         whole = [x * outside.astype(x.dtype) for x in vector]
-        options = (identity_weight, power, exact_power, use_cached)
+        options = (how.identity_weight, how.power, how.is_exact, how.is_cached)
         for cuts, part, own in zip(self._cuts, self.parts, state.parts, strict=True):
             pieces = [_cut(x, cut) for x, cut in zip(vector, cuts, strict=True)]
             product = part.multiply_matpower(own, pieces, *options)
@@ -131,17 +125,12 @@ class Parts(CurvatureBlock):
         missing = self.dim - sum(part.dim for part in self.parts)
         return jnp.concatenate([*values, jnp.zeros((missing,), self.dtype)])
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
         pairs = zip(self.parts, state.parts, strict=True)
         state.parts = tuple(
-            part.update_cache(own, identity_weight, exact, approx, eigenvalues)
+            part.update_cache(
+                own, wanted.identity_weight, wanted.exact, wanted.approx, wanted.eigenvalues
+            )
             for part, own in pairs
         )
         return state

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
 from curvax.blocks._layer import LayerSite
+from curvax.blocks._state import MatrixPower, Refresh
 
 __all__ = ["ScaledIdentity"]
 
@@ -63,29 +64,16 @@ class ScaledIdentity(CurvatureBlock):
         return state(cache=None)
 
     def _multiply_matpower(
-        self,
-        state: Any,
-        vector: tuple[Array, ...],
-        identity_weight: Array,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        del state, exact_power, use_cached
-        factor = (1 + identity_weight) ** power
+        del state
+        factor = (1 + how.identity_weight) ** how.power
         return tuple(x * factor.astype(x.dtype) for x in vector)
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
         del state, use_cached
         return jnp.ones((self.dim,), self.dtype)
 
-    def _update_cache(
-        self,
-        state: Any,
-        identity_weight: Array,
-        exact: Sequence[float],
-        approx: Sequence[float],
-        eigenvalues: bool,
-    ) -> Any:
-        del identity_weight, exact, approx, eigenvalues
+    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+        del wanted
         return state

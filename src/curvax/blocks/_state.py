@@ -6,10 +6,35 @@ from typing import Any
 
 import jax
 
-__all__ = ["BlockState", "Powers", "copied", "power_key", "powers_of"]
+__all__ = ["BlockState", "MatrixPower", "Powers", "Refresh", "copied", "power_key", "powers_of"]
 
 Powers = float | int | Sequence[float | int] | None
 """One power, or several."""
+
+
+@dataclass(frozen=True)
+class MatrixPower:
+    """Which power of a block is asked for: `(matrix + identity_weight * identity) ** power`."""
+
+    identity_weight: Any
+    power: float | int
+    is_exact: bool
+    is_cached: bool
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What of a block's cache is to be computed again, with what is added to the diagonal."""
+
+    identity_weight: Any
+    exact: tuple[float, ...]
+    approx: tuple[float, ...]
+    eigenvalues: bool
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """All powers, for blocks that have only exact ones."""
+        return tuple(sorted({*self.exact, *self.approx}))
 
 
 @dataclass

@@ -35,7 +35,10 @@ from curvax.curvature._structure import BlockCtor, Structure
 from curvax.parallel import share_out
 from curvax.tracing import TracedFunction
 
-__all__ = ["BlockDiagonalCurvature"]
+__all__ = ["BlockDiagonalCurvature", "Update"]
+
+Update = tuple[ArrayLike, ArrayLike, ArrayLike, str | None]
+"""How an update is taken in: the weights of old and new, the batch size, an axis of devices."""
 
 
 class BlockDiagonalCurvature(BlockwiseCurvature):
@@ -209,23 +212,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     ) -> Any:
         mode = check_mode(estimation_mode or self.default_estimation_mode)
         self.finalize(func_args)
-        layers = self._layers(func_args)
-        states, blocks = state.blocks_states, self._known.blocks
-        drawn, weights = draws(layers.at, mode, rng), (ema_old, ema_new)
-        if any(map(has_own_update, blocks)):
-            given = (num_passes(mode, drawn), weights, batch_size, pmap_axis_name, self._where)
-            self._check_at_once()
-            return self.State(tuple(updated_by_data(layers, states, mode, drawn, *given)))
-        if self._at_once:
-            terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
-        else:
-            terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
-        terms = with_batch_terms(layers, states, terms, batch_sums)
-        new = [
-            block.take_in(own, each, sites, *weights, batch_size, pmap_axis_name)
-            for block, own, each, sites in zip(blocks, states, terms, layers.sites, strict=True)
-        ]
-        return self.State(tuple(new))
+        how = (ema_old, ema_new, batch_size, pmap_axis_name)
+        return self.State(tuple(self._updated(state.blocks_states, mode, rng, func_args, how)))
 
     def update_cache(
         self,
@@ -246,6 +234,24 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         work = [block.cache_work for block in self._known.blocks]
         axis = pmap_axis_name if self._distributed_cache_updates else None
         return self.State(tuple(share_out([task(*given) for given in each], work, axis)))
+
+    def _updated(
+        self, states: Sequence[Any], mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+    ) -> list[Any]:
+        """The states of all blocks after an update."""
+        layers, blocks = self._layers(func_args), self._known.blocks
+        drawn = draws(layers.at, mode, rng)
+        if any(map(has_own_update, blocks)):
+            self._check_at_once()
+            passes = num_passes(mode, drawn)
+            return updated_by_data(layers, states, mode, drawn, passes, how, self._where)
+        if self._at_once:
+            terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
+        else:
+            terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
+        terms = with_batch_terms(layers, states, terms, batch_sums)
+        each = zip(blocks, states, terms, layers.sites, strict=True)
+        return [block.take_in(own, own_terms, sites, *how) for block, own, own_terms, sites in each]
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:
         at = at_devices(self._traced, func_args, self.params_index)

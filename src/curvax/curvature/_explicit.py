@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
@@ -17,13 +16,14 @@ from curvax.blocks import (
     LayerSite,
     NaiveFull,
     get_max_parallel_elements,
+    products_of_gradients,
 )
-from curvax.curvature._block_diagonal import BlockDiagonalCurvature
+from curvax.curvature._batch_size import is_of_examples
+from curvax.curvature._block_diagonal import BlockDiagonalCurvature, Update
 from curvax.curvature._microbatches import axes_of, length_of
-from curvax.curvature._modes import check_mode, draws, num_passes, sweeps
+from curvax.curvature._modes import draws, num_passes, sweeps
 from curvax.curvature._passes import at_devices
 from curvax.curvature._structure import BlockCtor, Structure
-from curvax.linalg import symmetric_product
 from curvax.tags import generic_tag
 
 __all__ = ["ExplicitExactCurvature"]
@@ -102,21 +102,11 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         """Which argument of the function is the batch."""
         return self._batch_index
 
-    def update_curvature_matrix_estimate(
-        self,
-        state: Any,
-        ema_old: ArrayLike,
-        ema_new: ArrayLike,
-        batch_size: ArrayLike,
-        rng: Array,
-        func_args: Sequence[PyTree],
-        pmap_axis_name: str | None,
-        estimation_mode: str | None = None,
-    ) -> Any:
-        mode = check_mode(estimation_mode or self.default_estimation_mode)
-        self.finalize(func_args)
+    def _updated(
+        self, states: Sequence[Any], mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+    ) -> list[Any]:
         batch = self._batch.of(func_args)
-        (block,), (own,) = self._known.blocks, state.blocks_states
+        (block,), (own,) = self._known.blocks, states
         run = microbatch(
             self._examples,
             argnums=(3, 4),
@@ -126,9 +116,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         )
         keys = jax.random.split(rng, length_of(batch))
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        sites = block.sites_of({})
-        new = block.take_in(own, terms, sites, ema_old, ema_new, batch_size, pmap_axis_name)
-        return self.State((new,))
+        return [block.take_in(own, terms, block.sites_of({}), *how)]
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))
@@ -143,11 +131,8 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
 
     def _first_example(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         batch = self._batch.of(func_args)
-        one = lambda x, axis: x if axis is None else jnp.asarray(x)[:1]
-        leaves, tree = jax.tree.flatten(batch)
-        axes = jax.tree.leaves(axes_of(batch), is_leaf=lambda axis: axis is None)
-        first = [one(x, axis) for x, axis in zip(leaves, axes, strict=True)]
-        return self._batch.replace(func_args, jax.tree.unflatten(tree, first))
+        one = lambda x: jnp.asarray(x)[:1] if is_of_examples(x) else x
+        return self._batch.replace(func_args, jax.tree.map(one, batch))
 
     def _sizes_for(self, func_args: Sequence[PyTree], mode: str) -> dict[str, Any]:
         """How many examples to take at a time."""
@@ -176,8 +161,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         gradients = jax.vmap(of_example, (axes, 0))(leaves, keys)
         rows = [x.reshape(-1, *x.shape[2:]) for x in gradients]
         if isinstance(block, Full):
-            flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
-            return {"products": symmetric_product(flat.astype(block.dtype))}
+            return {"products": products_of_gradients([x.astype(block.dtype) for x in rows])}
         terms = lambda own: block.terms({"total 0": own}, block.sites_of({}), state)
         return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
 

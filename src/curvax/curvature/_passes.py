@@ -155,9 +155,7 @@ def updated_by_data(
     mode: str,
     drawn: Sequence[Array],
     num_passes: int,
-    weights: tuple[ArrayLike, ArrayLike],
-    batch_size: ArrayLike,
-    pmap_axis_name: str | None,
+    how: tuple[ArrayLike, ArrayLike, ArrayLike, str | None],
     where: str,
 ) -> list[Any]:
     """The states of all blocks after they were given the data of their layers, in each pass.
@@ -166,7 +164,7 @@ def updated_by_data(
     """
     at, blocks = layers.at, layers.blocks
     operands, vjp = layer_data_at(at, where)
-    old, new = weights
+    old, new, batch_size, pmap_axis_name = how
     scale = num_passes**0.5
 
     def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:
@@ -177,11 +175,8 @@ def updated_by_data(
         ):
             given = {**data, "places": tuple(sites)}
             own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
-            found.append(
-                block.update_curvature_matrix_estimate(
-                    own, given, old, new / num_passes, batch_size, pmap_axis_name
-                )
-            )
+            rest = (old, new / num_passes, batch_size, pmap_axis_name)
+            found.append(block.update_curvature_matrix_estimate(own, given, *rest))
         return found
 
     done: ArrayLike = 0
