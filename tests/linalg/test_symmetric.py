@@ -5,13 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from curvax.linalg import _symmetric
-from curvax.linalg._symmetric import (
-    lower_inverse,
-    positive_inverse,
-    symmetric_product,
-    triangular_product,
-)
+from curvax.linalg import _inverse, _symmetric
+from curvax.linalg._inverse import inverse_root, positive_inverse
+from curvax.linalg._symmetric import symmetric_product, triangular_product
 from linalg.matrices import STACKS, normal, positive
 
 
@@ -21,7 +17,8 @@ def _small_parts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_symmetric, "NARROWEST", 18)
         patch.setattr(_symmetric, "NARROWEST_TRIANGULAR", 18)
-        patch.setattr(_symmetric, "SMALLEST", 32)
+        patch.setattr(_inverse, "SMALLEST", 16)
+        patch.setattr(_inverse, "SMALLEST_TRIANGULAR", 32)
         yield
 
 
@@ -51,12 +48,12 @@ def test_a_triangular_product_is_the_product_with_the_transpose(stack, size):
     np.testing.assert_allclose(jax.jit(triangular_product)(lower), expected, atol=1e-11)
 
 
-@given(stack=STACKS, size=SIZES, cuts=st.integers(0, 3))
-def test_a_lower_inverse_is_the_inverse(stack, size, cuts):
-    lower = np.linalg.cholesky(positive((*stack, size, size)))
-    inverse = jax.jit(lower_inverse, static_argnums=1)(lower, cuts)
-    np.testing.assert_allclose(inverse, np.linalg.inv(lower), atol=1e-10)
-    np.testing.assert_array_equal(inverse, np.tril(inverse))
+@given(stack=STACKS, size=SIZES)
+def test_an_inverse_root_is_the_inverse_of_the_cholesky_factor(stack, size):
+    matrix = positive((*stack, size, size))
+    root = jax.jit(inverse_root)(matrix)
+    np.testing.assert_allclose(root, np.linalg.inv(np.linalg.cholesky(matrix)), atol=1e-9)
+    np.testing.assert_array_equal(root, np.tril(root))
 
 
 @given(stack=STACKS, size=SIZES)

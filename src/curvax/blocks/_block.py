@@ -333,10 +333,15 @@ class CurvatureBlock(abc.ABC):
         """The state with what `estimate` makes of a sum of terms in its averages."""
         state = copied(state)
         estimates = self.estimate(terms, sites, batch_size)
-        for average, value in zip(self.averages(state), estimates, strict=True):
-            average.update(value, ema_old, ema_new)
+        telling = self.telling(estimates)
+        for average, value, part in zip(self.averages(state), estimates, telling, strict=True):
+            average.update(value, ema_old, ema_new, is_finite=jnp.all(jnp.isfinite(part)))
             average.sync(pmap_axis_name)
         return state
+
+    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+        """Parts of estimates that are finite if all is: of sums of outer products, diagonals."""
+        return estimates
 
     @abc.abstractmethod
     def averages(self, state: Any) -> Sequence[Any]:

@@ -111,8 +111,9 @@ def input_moment(site: LayerSite, side: Side, x: Array, dtype: Any) -> Array:
         count = num_rows(site) // site.repeats
     else:
         rows = _rows(site, x)
-        moment = side.of_rows(rows)
-        sums, count = jnp.sum(rows, -2), rows.shape[-2]
+        if has_bias:
+            rows = jnp.concatenate([rows, jnp.ones_like(rows[..., :1])], -1)
+        return side.of_rows(rows)
     return _bordered(side, moment, sums, count) if has_bias else moment
 
 

@@ -109,6 +109,9 @@ class Full(CurvatureBlock):
             )
         return self.unflattened(vector)
 
+    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+        return [jnp.diagonal(matrix) for matrix in estimates]
+
     def averages(self, state: Any) -> Sequence[Any]:
         return (state.matrix,)
 

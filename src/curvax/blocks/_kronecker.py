@@ -125,6 +125,11 @@ class TwoKroneckerFactored(CurvatureBlock):
             )
         return tuple(found)
 
+    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+        inputs, outputs, *rest = estimates
+        sides = self._kronecker.inputs, self._kronecker.outputs
+        return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
+
     def averages(self, state: Any) -> Sequence[Any]:
         return state.inputs_factor, state.outputs_factor
 
@@ -221,16 +226,21 @@ class TwoKroneckerFactored(CurvatureBlock):
         return self._kronecker.eigenvalues(eigen).reshape(-1)
 
     def _update_cache(self, state: Any, wanted: Refresh) -> Any:
-        inputs, outputs = self._values(state)
-        inputs = inputs * jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        own_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        inputs, outputs = state.inputs_factor, state.outputs_factor
         for power in wanted.approx:
             self._cached(state, power_key(power))
-            powers = self._kronecker.power(inputs, outputs, wanted.identity_weight, power)
+            factors, scales = zip(
+                (inputs.raw_value, own_scale * inputs.scale),
+                (outputs.raw_value, outputs.scale),
+                strict=True,
+            )
+            powers = self._kronecker.power(*factors, wanted.identity_weight, power, scales)
             names = ("inputs_factor", "outputs_factor")
             state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
         if not wanted.exact and not wanted.eigenvalues:
             return state
-        eigen = self._kronecker.eigen(inputs, outputs)
+        eigen = self._kronecker.eigen(own_scale * inputs.value, outputs.value)
         if wanted.exact:
             self._cached(state, "eigen")
             state.cache["eigen"] = eigen

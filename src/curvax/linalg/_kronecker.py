@@ -30,20 +30,26 @@ class Kronecker:
     outputs: Side
 
     def power(
-        self, inputs: Array, outputs: Array, identity_weight: ArrayLike, power: float | int
+        self,
+        inputs: Array,
+        outputs: Array,
+        identity_weight: ArrayLike,
+        power: float | int,
+        scales: tuple[ArrayLike, ArrayLike] = (1, 1),
     ) -> tuple[Array, Array]:
-        """A power of both factors, with the identity split between them by `pi`."""
-        scales = [
-            side.trace(matrix) / side.size
-            for side, matrix in ((self.inputs, inputs), (self.outputs, outputs))
+        """A power of both factors, times their scales, with the identity split by `pi`."""
+        of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
+        means = [
+            of_inputs * self.inputs.trace(inputs) / self.inputs.size,
+            of_outputs * self.outputs.trace(outputs) / self.outputs.size,
         ]
-        are_zero = (scales[0] <= 0) | (scales[1] <= 0)
-        first, last = (jnp.where(are_zero, 1, scale) for scale in scales)
+        are_zero = (means[0] <= 0) | (means[1] <= 0)
+        first, last = (jnp.where(are_zero, 1, mean) for mean in means)
         pi = jnp.sqrt(first / last)
         root = jnp.sqrt(jnp.asarray(identity_weight).astype(pi.dtype))
         return (
-            self.inputs.power(inputs, root * pi, power),
-            self.outputs.power(outputs, root / pi, power),
+            self.inputs.power(inputs, root * pi, power, of_inputs),
+            self.outputs.power(outputs, root / pi, power, of_outputs),
         )
 
     def multiply(self, inputs: Array, outputs: Array, x: Array) -> Array:

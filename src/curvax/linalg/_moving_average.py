@@ -56,11 +56,20 @@ class WeightedMovingAverage:
     @property
     def value(self) -> PyTree:
         """The average; zero if there was no value yet."""
-        weight = jnp.where(self.weight == 0, 1, self.weight)
-        return jax.tree.map(lambda x: x / weight.astype(x.dtype), self.raw_value)
+        return jax.tree.map(lambda x: self.scale.astype(x.dtype) * x, self.raw_value)
+
+    @property
+    def scale(self) -> Any:
+        """What the weighted sum is multiplied by to be the average."""
+        return 1 / jnp.where(self.weight == 0, 1, self.weight)
 
     def update(
-        self, value: PyTree, old_weight_multiplier: ArrayLike, new_weight: ArrayLike
+        self,
+        value: PyTree,
+        old_weight_multiplier: ArrayLike,
+        new_weight: ArrayLike,
+        *,
+        is_finite: ArrayLike | None = None,
     ) -> "WeightedMovingAverage":
         """Take a value into the average, in place.
 
@@ -68,6 +77,8 @@ class WeightedMovingAverage:
             value: a value like those before.
             old_weight_multiplier: what everything so far is multiplied with.
             new_weight: the weight of this value.
+            is_finite: whether the value is finite, if that is known. Otherwise all of it is looked
+                at.
 
         Returns:
             The average itself.
@@ -76,7 +87,8 @@ class WeightedMovingAverage:
             ValueError: if the value has another structure or other shapes.
         """
         _check_alike(self.raw_value, value)
-        is_finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]).all()
+        if is_finite is None:
+            is_finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]).all()
 
         def averaged(old: Array, new: Array) -> Array:
             old_weight, weight = (

@@ -49,12 +49,18 @@ class Side(abc.ABC):
         """This side of a diagonal matrix."""
 
     @abc.abstractmethod
+    def diagonal(self, matrix: Array) -> Array:
+        """The diagonal of each matrix."""
+
     def trace(self, matrix: Array) -> Array:
         """The trace of each matrix."""
+        return jnp.sum(self.diagonal(matrix), axis=-1)
 
     @abc.abstractmethod
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
-        """`(matrix + identity_weight * identity) ** power`."""
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Array:
+        """`(scale * matrix + identity_weight * identity) ** power`."""
 
     @abc.abstractmethod
     def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
@@ -93,11 +99,13 @@ class DenseSide(Side):
     def of_diagonal(self, diagonal: Array) -> Array:
         return _of_diagonal(diagonal)
 
-    def trace(self, matrix: Array) -> Array:
-        return jnp.trace(matrix, axis1=-2, axis2=-1)
+    def diagonal(self, matrix: Array) -> Array:
+        return jnp.diagonal(matrix, axis1=-2, axis2=-1)
 
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
-        return psd_power(matrix, identity_weight, power)
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Array:
+        return psd_power(matrix, identity_weight, power, scale)
 
     def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
         return psd_eigh(matrix)
@@ -132,10 +140,13 @@ class DiagonalSide(Side):
     def of_diagonal(self, diagonal: Array) -> Array:
         return diagonal
 
-    def trace(self, matrix: Array) -> Array:
-        return jnp.sum(matrix, axis=-1)
+    def diagonal(self, matrix: Array) -> Array:
+        return matrix
 
-    def power(self, matrix: Array, identity_weight: ArrayLike, power: float | int) -> Array:
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Array:
+        matrix = per_matrix(scale, 1, matrix.dtype) * matrix
         return spectral_power(matrix + per_matrix(identity_weight, 1, matrix.dtype), power)
 
     def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
