@@ -7,7 +7,7 @@ one line of JSON:
 
 - `ready`: nothing, once all is imported and the estimator is made;
 - `compile`: compiles the programs and says how long that took, and what blocks there are;
-- `time SECONDS`: the best time of each program, from at least two rounds of all of them;
+- `time SECONDS`: the best time of each program, from at least one round of all of them;
 - `check PATH`: writes what the curvature makes of a gradient, for both sides to be compared.
 """
 
@@ -154,7 +154,7 @@ class Side:
         """The best time of each program."""
         best = dict.fromkeys(self.calls, float("inf"))
         begin, rounds = time.perf_counter(), 0
-        while rounds < 2 or time.perf_counter() - begin < seconds:
+        while rounds == 0 or time.perf_counter() - begin < seconds:
             for name, call in self.calls.items():
                 start = time.perf_counter()
                 jax.block_until_ready(call())
