@@ -495,6 +495,11 @@ def case(model: str, loss: str) -> Case:
     return Case(BY_NAME[model], LOSSES[loss])
 
 
+def fit(model: str, loss: str) -> bool:
+    """Whether a model has the two outputs that a mean and a variance need."""
+    return (model, loss) != ("tied table", "both")
+
+
 def matrix_of(loss: Loss, mode: str) -> Callable[[Any, Any], jax.Array]:
     """The matrix of a loss: its own, or the square of its gradient for the targets."""
 

@@ -206,6 +206,10 @@ class TestStates:
             for average in ("inputs_factor", "outputs_factor"):
                 assert_same(getattr(new, average).value, getattr(old, average).value)
                 assert getattr(new, average).refused == 1
+        # Of the second moment of the inputs it is too large; both factors refuse it.
+        large = update(before, batch["x"].at[0, 0].set(1e200)).blocks_states
+        assert [state.inputs_factor.refused for state in large] == [0, 1]
+        assert [state.outputs_factor.refused for state in large] == [0, 1]
         again = update(after, batch["x"])
         assert again.blocks_states[0].inputs_factor.refused == 1
         assert again.blocks_states[0].inputs_factor.weight == 1.5

@@ -14,6 +14,7 @@ from curvature.cases import (
     case,
     estimated,
     estimated_matrix,
+    fit,
     normal,
 )
 from helpers import assert_same
@@ -44,6 +45,7 @@ def close(actual, expected) -> None:
             pytest.param(model, loss, mode, None, 3, marks=pytest.mark.slow)
             for model in ("recurrent", "parts", "tied table", "mapped", "exponential")
             for loss in ("several", "both")
+            if fit(model, loss)
             for mode in ("fisher_gradients", "fisher_curvature_prop", "ggn_exact")
         ),
     ],

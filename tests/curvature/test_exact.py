@@ -24,6 +24,7 @@ from curvature.cases import (
     case,
     dense_curvature,
     estimated_matrix,
+    fit,
     kronecker_curvature,
 )
 from helpers import assert_same
@@ -33,7 +34,7 @@ MODES = ["fisher_exact", "ggn_exact", "fisher_empirical"]
 
 def slowly(models: Sequence[str], losses: Sequence[str]) -> list[Any]:
     """Models × losses, in one mode after the other."""
-    pairs = enumerate(itertools.product(models, losses))
+    pairs = enumerate(pair for pair in itertools.product(models, losses) if fit(*pair))
     modes = lambda k, *pair: MODES[k % 3] if case(*pair).has_fisher else "ggn_exact"
     return [
         pytest.param(*pair, modes(k, *pair), marks=pytest.mark.slow, id=f"all-{'-'.join(pair)}")
@@ -86,7 +87,7 @@ def full(model: str, loss: str, mode: str) -> tuple[Any, Any]:
 def test_full_blocks_are_those_of_the_whole_matrix(model, loss, mode):
     ours, naive = full(model, loss, mode)
     given = case(model, loss)
-    assert jnp.linalg.norm(naive) > 0.1
+    assert jnp.linalg.norm(naive) > 0.01
     expected = jnp.where(given.same_block(), naive, 0)
     close_where(given.elsewhere(given.model.generic), ours, expected)
 

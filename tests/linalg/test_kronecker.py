@@ -135,3 +135,20 @@ def test_stacks_are_computed_together():
         pi = np.sqrt((np.trace(dense_a[k]) / 3) / (np.trace(dense_b[k]) / 4))
         expected = np.linalg.inv(dense_a[k] + np.sqrt(weights[k]) * pi * np.eye(3))
         np.testing.assert_allclose(approximate[0][k], expected, atol=1e-9)
+
+
+def test_damping_is_split_between_factors_of_very_different_sizes():
+    product = Kronecker(DenseSide(3), DenseSide(3))
+    factors = [jnp.eye(3, dtype=jnp.float32) * size for size in (1e10, 1e-30)]
+    inputs, outputs = jax.jit(product.power, static_argnums=3)(*factors, jnp.float32(1e-3), -1)
+    # The damping is much the larger of both: 1e-20 in the product against 1e-3.
+    np.testing.assert_allclose(inputs[0, 0] * outputs[0, 0], 1e3, rtol=1e-4)
+
+
+def test_small_damping_of_a_wide_product_is_not_lost_in_float32():
+    values = jnp.array([1.0] + [1e-3] * 599, jnp.float32)
+    product = Kronecker(DiagonalSide(600), DiagonalSide(600))
+    eigen = product.eigen(values**2, values**2)
+    ones = jnp.ones((600, 600), jnp.float32)
+    found = jax.jit(product.multiply_power, static_argnums=3)(eigen, ones, jnp.float32(1e-5), -1)
+    np.testing.assert_allclose(found[5, 5], 1e5, rtol=1e-3)

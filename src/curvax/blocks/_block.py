@@ -30,6 +30,7 @@ from curvax.blocks._state import (
     copied,
     powers_of,
 )
+from curvax.linalg import all_finite
 
 __all__ = ["CurvatureBlock", "Statistics"]
 
@@ -333,9 +334,9 @@ class CurvatureBlock(abc.ABC):
         """The state with what `estimate` makes of a sum of terms in its averages."""
         state = copied(state)
         estimates = self.estimate(terms, sites, batch_size)
-        telling = self.telling(estimates)
-        for average, value, part in zip(self.averages(state), estimates, telling, strict=True):
-            average.update(value, ema_old, ema_new, is_finite=jnp.all(jnp.isfinite(part)))
+        finite = all_finite(self.telling(estimates))  # One answer: all are of the same batches.
+        for average, value in zip(self.averages(state), estimates, strict=True):
+            average.update(value, ema_old, ema_new, is_finite=finite)
             average.sync(pmap_axis_name)
         return state
 

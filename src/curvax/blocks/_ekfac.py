@@ -120,11 +120,12 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         return state.eigenvalues.value.reshape(-1)
 
     def _update_cache(self, state: Any, wanted: Refresh) -> Any:
-        eigen = self._kronecker.eigen(*self._values(state))
-        state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
-        # In a new basis, the diagonal is that of the factors until it is estimated again.
-        weight = state.eigenvalues.weight
-        state.eigenvalues.raw_value = self._kronecker.eigenvalues(eigen) * weight
+        if wanted.powers:
+            eigen = self._kronecker.eigen(*self._values(state))
+            state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
+            # In a new basis, the diagonal is that of the factors until it is estimated again.
+            weight = state.eigenvalues.weight
+            state.eigenvalues.raw_value = self._kronecker.eigenvalues(eigen) * weight
         if wanted.eigenvalues:
             state.cache["eigenvalues"] = state.eigenvalues.value.reshape(-1)
         return state

@@ -19,6 +19,7 @@ from curvax.linalg import (
     psd_power,
     spectral_power,
     symmetric_product,
+    told_from_zero,
 )
 
 __all__ = [
@@ -163,6 +164,7 @@ class Full(CurvatureBlock):
             matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
         elif "eigenvectors" in (state.cache or ()):
             values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
+            values = told_from_zero(values, how.identity_weight, how.power)
             powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
             return self.unflattened(vectors @ (powers * (flat @ vectors)))
         else:

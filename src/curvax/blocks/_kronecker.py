@@ -281,7 +281,7 @@ class TwoKroneckerFactored(CurvatureBlock):
             means = [side.trace(x) / side.size for side, x in zip(sides, pair, strict=True)]
             is_zero = (means[0] <= 0) | (means[1] <= 0)
             first, last = (jnp.where(is_zero, 1, mean) for mean in means)
-            ratio = jnp.sqrt(last / first)
+            ratio = jnp.sqrt(last) / jnp.sqrt(first)
             for k, (x, scale) in enumerate(zip(pair, (ratio, 1 / ratio), strict=True)):
                 scale = scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))
                 totals[k] = totals[k] + scale * x

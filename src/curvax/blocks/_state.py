@@ -66,4 +66,5 @@ def powers_of(powers: Powers) -> tuple[float, ...]:
 
 def power_key(power: float | int) -> str:
     """Under which key of the cache a power is."""
-    return f"{float(power):g}"
+    short = f"{float(power):g}"
+    return short if float(short) == power else repr(float(power))

@@ -9,12 +9,16 @@ from curvax.linalg._kronecker import (
     from_basis as from_basis,
     to_basis as to_basis,
 )
-from curvax.linalg._moving_average import WeightedMovingAverage as WeightedMovingAverage
+from curvax.linalg._moving_average import (
+    WeightedMovingAverage as WeightedMovingAverage,
+    all_finite as all_finite,
+)
 from curvax.linalg._psd import (
     add_identity as add_identity,
     psd_eigh as psd_eigh,
     psd_power as psd_power,
     spectral_power as spectral_power,
+    told_from_zero as told_from_zero,
 )
 from curvax.linalg._sides import (
     DenseSide as DenseSide,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._psd import per_matrix, spectral_power
+from curvax.linalg._psd import per_matrix, spectral_power, told_from_zero
 from curvax.linalg._sides import Side
 
 __all__ = ["Eigen", "Kronecker", "from_basis", "to_basis"]
@@ -45,7 +45,7 @@ class Kronecker:
         ]
         are_zero = (means[0] <= 0) | (means[1] <= 0)
         first, last = (jnp.where(are_zero, 1, mean) for mean in means)
-        pi = jnp.sqrt(first / last)
+        pi = jnp.sqrt(first) / jnp.sqrt(last)
         root = jnp.sqrt(jnp.asarray(identity_weight).astype(pi.dtype))
         return (
             self.inputs.power(inputs, root * pi, power, of_inputs),
@@ -76,7 +76,11 @@ class Kronecker:
     ) -> Array:
         """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
         weight = per_matrix(identity_weight, 2, x.dtype)
-        values = spectral_power(self.eigenvalues(eigen) + weight, power, axes=(-2, -1))
+        sides = {
+            name: told_from_zero(eigen[name], identity_weight, power)
+            for name in ("inputs_values", "outputs_values")
+        }
+        values = spectral_power(self.eigenvalues(sides) + weight, power, axes=(-2, -1))
         return from_basis(eigen, values * to_basis(eigen, x))
 
 

@@ -11,7 +11,13 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 
-__all__ = ["WeightedMovingAverage"]
+__all__ = ["WeightedMovingAverage", "all_finite"]
+
+
+def all_finite(values: PyTree) -> Array:
+    """Whether all arrays are finite."""
+    each = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(values)]
+    return jnp.all(jnp.asarray(each, bool))
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +94,7 @@ class WeightedMovingAverage:
         """
         _check_alike(self.raw_value, value)
         if is_finite is None:
-            is_finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]).all()
+            is_finite = all_finite(value)
 
         def averaged(old: Array, new: Array) -> Array:
             old_weight, weight = (

@@ -17,7 +17,14 @@ from jax.typing import ArrayLike
 from curvax._types import Array
 from curvax.linalg._inverse import positive_inverse
 
-__all__ = ["add_identity", "per_matrix", "psd_eigh", "psd_power", "spectral_power"]
+__all__ = [
+    "add_identity",
+    "per_matrix",
+    "psd_eigh",
+    "psd_power",
+    "spectral_power",
+    "told_from_zero",
+]
 
 
 LARGEST_RESIDUAL = 0.05
@@ -51,15 +58,28 @@ def psd_eigh(matrix: Array) -> tuple[Array, Array]:
 def spectral_power(values: Array, power: float | int, axes: int | tuple[int, ...] = -1) -> Array:
     """Powers of the eigenvalues of a matrix that are not negative; all of them are along `axes`.
 
-    For a negative power, eigenvalues that cannot be told from zero are taken to be the smallest
-    that can. Those of a matrix of zeros are zero.
+    For a negative power, zeros are taken to be as much as the rounding of the largest. If all are
+    zero, so are the powers.
     """
     if power >= 0:
         return values**power
-    size = math.prod(values.shape[axis] for axis in _several(axes))
     largest = jnp.max(values, axis=axes, keepdims=True, initial=0)
-    clamped = jnp.maximum(values, _resolution(size, values.dtype) * largest)
-    return jnp.where(clamped > 0, jnp.where(clamped > 0, clamped, 1) ** power, 0)
+    is_zero = values < jnp.finfo(values.dtype).tiny
+    values = jnp.where(is_zero, _resolution(1, values.dtype) * largest, values)
+    return jnp.where(values > 0, jnp.where(values > 0, values, 1) ** power, 0)
+
+
+def told_from_zero(values: Array, identity_weight: ArrayLike, power: float | int) -> Array:
+    """Eigenvalues of a dense matrix as they should be for a power with this much damping.
+
+    Without damping and for a negative power, those that cannot be told from zero are taken to be
+    the smallest that can. Damping is never changed: with it there are no zeros.
+    """
+    if power >= 0:
+        return values
+    largest = jnp.max(values, axis=-1, keepdims=True, initial=0)
+    clamped = jnp.maximum(values, _resolution(values.shape[-1], values.dtype) * largest)
+    return jnp.where(per_matrix(identity_weight, 1, values.dtype) > 0, values, clamped)
 
 
 def psd_power(
@@ -110,7 +130,8 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 def _by_eigenvalues(matrix: Array, weight: Array, power: float | int, scale: Array) -> Array:
     values, vectors = psd_eigh(matrix)
-    values = per_matrix(scale, 1, values.dtype) * values + per_matrix(weight, 1, values.dtype)
+    values = told_from_zero(per_matrix(scale, 1, values.dtype) * values, weight, power)
+    values = values + per_matrix(weight, 1, values.dtype)
     half = vectors * jnp.sqrt(spectral_power(values, power))[..., None, :]
     # Not by panels: next to the eigenvectors the time saved is little, and to compile it is not.
     return half @ jnp.matrix_transpose(half)
@@ -121,21 +142,24 @@ def _resolution(size: int, dtype: jnp.dtype) -> float:
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 
-def _several(axes: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else axes
-
-
 def _residual(matrix: Array, weight: Array, scale: Array, inverse: Array) -> Array:
-    """How far `inverse @ damped @ vector` is from a vector of length one.
+    """How far `inverse @ damped @ vector` is from a vector of length one; the worse of two.
 
-    The vector is the column of the matrix where the diagonal is largest. What is wrong with an
-    inverse by factorisation shows there: it is as if the matrix had changed by about its rounding.
+    One is the column of the matrix where the diagonal is largest. What is wrong with an inverse by
+    factorisation shows there: it is as if the matrix had changed by about its rounding. The other
+    has a part in all directions, for matrices whose largest column has not.
     """
     largest = jnp.argmax(jnp.diagonal(matrix, axis1=-2, axis2=-1), axis=-1, keepdims=True)
-    vector = jnp.take_along_axis(matrix, largest[..., None], axis=-2)[..., 0, :]
-    length = jnp.linalg.norm(vector, axis=-1, keepdims=True)
-    vector = vector / jnp.where(length > 0, length, 1)
-    times = lambda matrix, x: jnp.einsum("...ij,...j->...i", matrix, x)
-    damped = per_matrix(scale, 1, vector.dtype) * times(matrix, vector)
-    damped = damped + per_matrix(weight, 1, vector.dtype) * vector
-    return jnp.linalg.norm(times(inverse, damped) - vector, axis=-1)
+    column = jnp.take_along_axis(matrix, largest[..., None], axis=-2)[..., 0, :]
+    any_other = jnp.cos(jnp.arange(matrix.shape[-1], dtype=matrix.dtype) ** 2 + 1)
+    vectors = jnp.stack([column, jnp.broadcast_to(any_other, column.shape)], axis=-1)
+    # In two steps: squares of what is very large or very small are not numbers any more.
+    vectors = _divided(vectors, jnp.max(jnp.abs(vectors), -2, keepdims=True))
+    vectors = _divided(vectors, jnp.linalg.norm(vectors, axis=-2, keepdims=True))
+    damped = per_matrix(scale, 2, matrix.dtype) * (matrix @ vectors)
+    damped = damped + per_matrix(weight, 2, matrix.dtype) * vectors
+    return jnp.max(jnp.linalg.norm(inverse @ damped - vectors, axis=-2), axis=-1)
+
+
+def _divided(x: Array, size: Array) -> Array:
+    return x / jnp.where(size > 0, size, 1)
