@@ -27,8 +27,8 @@ def one_worker(entry, *others, marks=()):
 
 
 def models(wanted):
-    """Those models; every other one is computed only if slow tests are wanted."""
-    some = [entry for number, entry in enumerate(ZOO) if number % 2 == 0]
+    """Those models; all but every third are computed only if slow tests are wanted."""
+    some = [entry for number, entry in enumerate(ZOO) if number % 3 == 0]
     return [
         one_worker(entry, marks=[] if entry in some else [pytest.mark.slow])
         for entry in ZOO
@@ -168,8 +168,8 @@ WRAPPERS = {
 
 
 def marks(number, place):
-    """One wrapper for every other model, in turn, unless slow tests are wanted."""
-    is_next = number % 2 == 0 and number // 2 % len(WRAPPERS) == place
+    """One wrapper for every third model, in turn, unless slow tests are wanted."""
+    is_next = number % 3 == 0 and number // 3 % len(WRAPPERS) == place
     return [] if is_next else [pytest.mark.slow]
 
 
