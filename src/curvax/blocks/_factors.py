@@ -101,19 +101,18 @@ def input_moment(site: LayerSite, side: Side, x: Array, dtype: Any) -> Array:
         counts = jnp.zeros((site.slice_shapes[0][0],), dtype)
         return side.of_diagonal(counts.at[x.reshape(-1)].add(1, mode="drop"))
     x = x.astype(dtype)
-    if site.is_conv:
-        geometry = geometry_of(site)
-        if isinstance(side, DenseSide):
-            moment, sums = patch_moment_sums(x, geometry, with_first=has_bias)
-        else:
-            moment = _patch_sums(x**2, geometry)
-            sums = _patch_sums(x, geometry) if has_bias else None
-        count = num_rows(site) // site.repeats
-    else:
+    if not site.is_conv:
         rows = _rows(site, x)
         if has_bias:
             rows = jnp.concatenate([rows, jnp.ones_like(rows[..., :1])], -1)
         return side.of_rows(rows)
+    geometry = geometry_of(site)
+    if isinstance(side, DenseSide):
+        moment, sums = patch_moment_sums(x, geometry, with_first=has_bias)
+    else:
+        moment = _patch_sums(x**2, geometry)
+        sums = _patch_sums(x, geometry) if has_bias else None
+    count = num_rows(site) // site.repeats
     return _bordered(side, moment, sums, count) if has_bias else moment
 
 

@@ -230,12 +230,13 @@ class TwoKroneckerFactored(CurvatureBlock):
         inputs, outputs = state.inputs_factor, state.outputs_factor
         for power in wanted.approx:
             self._cached(state, power_key(power))
-            factors, scales = zip(
-                (inputs.raw_value, own_scale * inputs.scale),
-                (outputs.raw_value, outputs.scale),
-                strict=True,
+            powers = self._kronecker.power(
+                inputs.raw_value,
+                outputs.raw_value,
+                wanted.identity_weight,
+                power,
+                scales=(own_scale * inputs.scale, outputs.scale),
             )
-            powers = self._kronecker.power(*factors, wanted.identity_weight, power, scales)
             names = ("inputs_factor", "outputs_factor")
             state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
         if not wanted.exact and not wanted.eigenvalues:

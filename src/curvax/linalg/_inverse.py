@@ -18,7 +18,7 @@ SMALLEST = 96
 """Up to which size a matrix is not cut."""
 
 SMALLEST_TRIANGULAR = 256
-"""The same for a product with a triangular matrix: less is saved."""
+"""The same for products and solutions with a triangular matrix: less is saved."""
 
 
 def positive_inverse(matrix: Array) -> Array:

@@ -2,9 +2,9 @@
 
 A Cholesky factorisation is the fast way to an inverse. Where the condition of a matrix comes near
 what its dtype can resolve, what it returns is not accurate any more, or not finite. That is
-noticed, and the inverse is then computed from eigenvalues, those below what can be resolved taken
-to be just that: the inverse of a singular matrix is large, and not infinite. All functions take
-several matrices along axes in front.
+noticed, and the inverse is then computed from eigenvalues. Without damping, those below what can be
+resolved are taken to be just that: the inverse of a singular matrix is large, and not infinite. All
+functions take several matrices along axes in front.
 """
 
 import math
@@ -91,7 +91,7 @@ def psd_power(
     """
     weight, scale = (jnp.asarray(x).astype(matrix.dtype) for x in (identity_weight, scale))
     if power == 1 or matrix.size == 0:
-        return add_identity(per_matrix(scale, 2, matrix.dtype) * matrix, weight)
+        return add_identity(_scaled(matrix, scale), weight)
     if power == -1:
         return _inverse(matrix, weight, scale)
     return _by_eigenvalues(matrix, weight, power, scale)
@@ -100,22 +100,18 @@ def psd_power(
 @jax.custom_jvp
 def _inverse(matrix: Array, weight: Array, scale: Array) -> Array:
     """The inverse of `scale * matrix + weight * identity`."""
-    inverse = positive_inverse(add_identity(per_matrix(scale, 2, matrix.dtype) * matrix, weight))
+    inverse = positive_inverse(add_identity(_scaled(matrix, scale), weight))
     # What is not finite is not less, either.
     is_good = _residual(matrix, weight, scale, inverse) <= LARGEST_RESIDUAL
+
+    def mended(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        is_good, inverse = carry
+        other = _by_eigenvalues(matrix, weight, -1, scale)
+        return jnp.ones_like(is_good), jnp.where(is_good[..., None, None], inverse, other)
+
     # A loop of at most one step. Other than `lax.cond` it does not copy what is good already.
-    _, inverse = lax.while_loop(
-        lambda carry: ~jnp.all(carry[0]),
-        lambda carry: (
-            jnp.ones_like(carry[0]),
-            jnp.where(
-                carry[0][..., None, None],
-                carry[1],
-                _by_eigenvalues(matrix, weight, -1, scale),
-            ),
-        ),
-        (is_good, inverse),
-    )
+    some_bad = lambda carry: ~jnp.all(carry[0])
+    _, inverse = lax.while_loop(some_bad, mended, (is_good, inverse))
     return inverse
 
 
@@ -123,8 +119,7 @@ def _inverse(matrix: Array, weight: Array, scale: Array) -> Array:
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     inverse = _inverse(*primals)
     (matrix, _, scale), (its_own, weight, its_scale) = primals, tangents
-    times = lambda scale, matrix: per_matrix(scale, 2, matrix.dtype) * matrix
-    damped = add_identity(times(scale, its_own) + times(its_scale, matrix), weight)
+    damped = add_identity(_scaled(its_own, scale) + _scaled(matrix, its_scale), weight)
     return inverse, -inverse @ damped @ inverse
 
 
@@ -156,9 +151,12 @@ def _residual(matrix: Array, weight: Array, scale: Array, inverse: Array) -> Arr
     # In two steps: squares of what is very large or very small are not numbers any more.
     vectors = _divided(vectors, jnp.max(jnp.abs(vectors), -2, keepdims=True))
     vectors = _divided(vectors, jnp.linalg.norm(vectors, axis=-2, keepdims=True))
-    damped = per_matrix(scale, 2, matrix.dtype) * (matrix @ vectors)
-    damped = damped + per_matrix(weight, 2, matrix.dtype) * vectors
+    damped = _scaled(matrix @ vectors, scale) + _scaled(vectors, weight)
     return jnp.max(jnp.linalg.norm(inverse @ damped - vectors, axis=-2), axis=-1)
+
+
+def _scaled(matrix: Array, scale: Array) -> Array:
+    return per_matrix(scale, 2, matrix.dtype) * matrix
 
 
 def _divided(x: Array, size: Array) -> Array:
