@@ -113,6 +113,7 @@ from curvax.memory import (
     plan_batch_size as plan_batch_size,
     recorded_plans as recorded_plans,
 )
+from curvax.optimizer import Optimizer as Optimizer
 from curvax.tags import (
     LayerTag as LayerTag,
     LossTag as LossTag,

@@ -223,17 +223,25 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         approx_powers: Powers,
         eigenvalues: bool,
         pmap_axis_name: str | None,
+        *,
+        blocks: Sequence[int] | None = None,
     ) -> Any:
+        """As in `CurvatureEstimator`; of some `blocks` only, by number, if they are given."""
         weights = self._per_block(identity_weight)
         options = (exact_powers, approx_powers, eigenvalues)
+        numbers = range(self.num_blocks) if blocks is None else blocks
+        states = list(state.blocks_states)
 
-        def task(block: CurvatureBlock, own: Any, weight: Any) -> Callable[[], Any]:
-            return lambda: block.update_cache(own, weight, *options)
+        def task(number: int) -> Callable[[], Any]:
+            block, own = self._known.blocks[number], states[number]
+            return lambda: block.update_cache(own, weights[number], *options)
 
-        each = zip(self._known.blocks, state.blocks_states, weights, strict=True)
-        work = [block.cache_work for block in self._known.blocks]
+        work = [self._known.blocks[number].cache_work for number in numbers]
         axis = pmap_axis_name if self._distributed_cache_updates else None
-        return self.State(tuple(share_out([task(*given) for given in each], work, axis)))
+        found = share_out([task(number) for number in numbers], work, axis)
+        for number, own in zip(numbers, found, strict=True):
+            states[number] = own
+        return self.State(tuple(states))
 
     def _updated(
         self, states: Sequence[Any], mode: str, rng: Array, func_args: Sequence[PyTree], how: Update

@@ -26,6 +26,7 @@ from curvax.curvature._loss_products import (
     jacobian_transpose,
     product,
     shapes_of_inputs,
+    total,
 )
 from curvax.curvature._microbatches import BatchArgument, SumOverExamples
 from curvax.tracing import LossDerivatives, LossTangents
@@ -115,6 +116,21 @@ class ImplicitExactCurvature:
             ValueError: as `default_batch_size_extractor`, or if there is no such argument.
         """
         return self._batch_size_extractor(self._argument.of(func_args))
+
+    def mean_loss(self, func_args: Sequence[PyTree]) -> Array:
+        """The objective itself: the mean over the batch of all losses, weights included.
+
+        Arguments:
+            func_args: the arguments of `func`.
+
+        Returns:
+            A number.
+
+        Raises:
+            RegistrationError: if `func` registers no loss, or one was lost.
+            ValueError: if a loss has no targets, or the batch size is not known.
+        """
+        return self._mean(total, None, func_args, None)
 
     def multiply_hessian(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree

@@ -24,6 +24,7 @@ __all__ = [
     "jacobian_transpose",
     "product",
     "shapes_of_inputs",
+    "total",
 ]
 
 Shape = tuple[int, ...]
@@ -81,6 +82,14 @@ def hessian(
     """The Hessian of the sum of all losses times a vector like the parameters."""
     del matrix
     return model.hvp(func_args, vector)
+
+
+def total(
+    model: LossDerivatives, func_args: Sequence[PyTree], matrix: None, vector: None
+) -> tuple[Array, Losses]:
+    """The sum of all losses."""
+    del matrix, vector
+    return model.total(func_args)
 
 
 def product(

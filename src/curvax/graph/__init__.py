@@ -22,6 +22,7 @@ from curvax.graph._rearranged import REARRANGED as REARRANGED
 from curvax.graph._registration import (
     RegistrationError as RegistrationError,
     check_tags as check_tags,
+    registers_loss as registers_loss,
 )
 from curvax.graph._report import (
     ParameterRow as ParameterRow,

@@ -31,7 +31,14 @@ from curvax.graph._run import run
 from curvax.graph._tagging import TagSites, is_loss, tag_generic
 from curvax.tags import Tag, noted_registrations
 
-__all__ = ["Options", "Registration", "RegistrationError", "check_tags", "register"]
+__all__ = [
+    "Options",
+    "Registration",
+    "RegistrationError",
+    "check_tags",
+    "register",
+    "registers_loss",
+]
 
 
 class RegistrationError(ValueError):
@@ -152,6 +159,13 @@ def register(
     if options.strict:
         _check_structured(registration, where)
     return registration
+
+
+def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
+    """Whether a function registers a loss, or tries to, when it is called."""
+    with noted_registrations() as noted:
+        closed = jax.make_jaxpr(func)(*func_args)
+    return bool(noted) or any(is_loss(node) for node in read(closed).all_nodes())
 
 
 def _check_real(params: PyTree, where: str) -> None:

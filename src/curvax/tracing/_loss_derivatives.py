@@ -70,6 +70,13 @@ class LossDerivatives:
         jax.eval_shape(run, at.params)
         return seen[0]
 
+    def total(self, func_args: Sequence[PyTree]) -> tuple[Array, Losses]:
+        """The sum of all losses over all examples, and the losses."""
+        at = self._traced.at(func_args)
+        dependants, (others, _) = at(at.params)
+        losses = at.losses(dependants, others)
+        return self._sum(losses, "the value"), losses
+
     def vjp(self, func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
         """The losses, and the product of `Jᵀ` and a vector."""
         at = self._traced.at(func_args)
@@ -114,9 +121,7 @@ class LossDerivatives:
         def total(params: Sequence[Array]) -> tuple[Array, Any]:
             dependants, (others, _) = at(params)
             losses = at.losses(dependants, others)
-            self._check_targets(losses)
-            values = [jnp.sum(loss.evaluate()) for loss in losses]
-            return sum(values[1:], start=values[0]), (dependants, others)
+            return self._sum(losses, "the Hessian"), (dependants, others)
 
         def slope(params: Sequence[Array]) -> tuple[Array, Any]:
             _, moved, found = jax.jvp(total, (params,), (tangents,), has_aux=True)
@@ -125,14 +130,16 @@ class LossDerivatives:
         product, (dependants, others) = jax.grad(slope, has_aux=True)(at.params)
         return _as_params(at, product), at.losses(dependants, others)
 
-    def _check_targets(self, losses: Losses) -> None:
+    def _sum(self, losses: Losses, what: str) -> Array:
         for number, loss in enumerate(losses):
             if loss.needs_targets and loss.targets is None:
                 raise ValueError(
-                    f"{self._where}: the Hessian depends on targets, but loss {number}, "
+                    f"{self._where}: {what} depends on targets, but loss {number}, "
                     f"{type(loss).__name__}, was registered without any. Register it with its "
                     f"targets, or take the Fisher matrix or the GGN, which do not need them."
                 )
+        values = [jnp.sum(loss.evaluate()) for loss in losses]
+        return sum(values[1:], start=values[0])
 
 
 def _as_params(at: LossMap, leaves: Sequence[Array]) -> PyTree:

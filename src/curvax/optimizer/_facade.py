@@ -1,0 +1,89 @@
+"""What is around the algorithm: the user's arguments as attributes, the trace, what is compiled."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from curvax._types import Array, PyTree
+from curvax.optimizer._construction import Settings, algorithm_of, settings_of
+from curvax.optimizer._programs import Programs
+from curvax.optimizer._step import Algorithm, Given
+
+__all__ = ["Facade"]
+
+
+class Facade:
+    """Holds the arguments of a constructor, and makes the algorithm when it can be made.
+
+    The arguments are attributes. They may be set until the function was traced, and afterwards if
+    the user said so; then everything is made anew.
+    """
+
+    _where: str
+    _settings: Settings
+    _programs: Programs
+    _given: dict[str, Any]
+    _made: Algorithm | None
+
+    def __init__(self, given: Mapping[str, Any], where: str) -> None:
+        self.__dict__.update(_given=dict(given), _where=where)
+        self._set_up()
+
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__.get("_given", {})
+        if name not in given:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+        return given[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        given = self._given
+        is_forbidden = given["forbid_setting_attributes_after_finalize"]
+        exceptions = given["modifiable_attribute_exceptions"]
+        if self._made is not None and is_forbidden and name not in exceptions:
+            raise AttributeError(
+                f"{self._where}: {name} cannot be set any more, because the optimizer was used "
+                f"already. Make another one; or name it in modifiable_attribute_exceptions, or say "
+                f"forbid_setting_attributes_after_finalize=False."
+            )
+        if name in given:
+            given[name] = value
+            self._set_up()
+        else:
+            object.__setattr__(self, name, value)
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        """The algorithm of a function that was traced already."""
+        if self._made is None:
+            raise ValueError(
+                f"{self._where}: what the function consists of is not known before it was traced. "
+                f"Call init or step first."
+            )
+        return self._made
+
+    def _finalized(
+        self, params: PyTree, func_state: PyTree, rng: Array, batch: PyTree
+    ) -> Algorithm:
+        """The algorithm; the function is traced with these arguments if it was not yet."""
+        if self._made is not None:
+            return self._made
+        return self._for_args(self._settings.function.arguments(params, func_state, rng, batch))
+
+    def _for_args(self, func_args: Sequence[PyTree]) -> Algorithm:
+        """As `_finalized`."""
+        if self._made is None:
+            made = algorithm_of(self._given, self._settings, func_args, axis=None)
+            self.__dict__["_made"] = made
+        return self._algorithm
+
+    def _check_given(self, given: Given) -> None:
+        """What a call gives for learning rate, momentum and damping, if it shall give anything."""
+        rules = self._settings.rules
+        for rule, value in zip(
+            (rules.learning_rate, rules.momentum, rules.damping), given, strict=True
+        ):
+            rule.check(value)
+
+    def _set_up(self) -> None:
+        settings = settings_of(self._given)
+        programs = Programs(not self._given["debug"], self._given["donate_buffers"])
+        self.__dict__.update(_settings=settings, _programs=programs, _made=None)

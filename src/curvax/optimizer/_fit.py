@@ -1,0 +1,113 @@
+"""Training: steps in a loop that shows how far it is, and that can be stopped."""
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import jax
+from tqdm.auto import tqdm
+
+from curvax._types import Array, PyTree
+
+__all__ = ["Callback", "fit"]
+
+Callback = Callable[[PyTree, Any, dict[str, Any]], Any]
+"""Called after a step with parameters, state and statistics; True ends the training."""
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+def fit(
+    step: Callable[..., tuple[Any, ...]],
+    carried: tuple[PyTree, Any, PyTree],
+    rng: Array,
+    data_iterator: Iterable[PyTree],
+    num_steps: int,
+    callback: Callback | None,
+    progress: bool,
+    has_state: bool,
+) -> tuple[Any, ...]:
+    """Call `step` so many times; see `Optimizer.fit`.
+
+    An interrupt must not come between the donation of buffers and what replaces them. So while
+    this runs, the first Ctrl-C only asks to stop.
+    """
+    params, state, func_state = carried
+    batches = iter(data_iterator)
+    stats: dict[str, Any] = {}
+    with _Interrupts() as interrupts, _Bar(num_steps, progress) as bar:
+        for number in range(num_steps):
+            key = jax.random.fold_in(rng, number)
+            # The first step may need several batches.
+            named = {"func_state": func_state} if has_state else {}
+            try:
+                found = step(params, state, key, data_iterator=batches, **named)
+            except StopIteration:
+                warnings.warn(
+                    f"curvax.Optimizer.fit: data_iterator ended after {number} of {num_steps} "
+                    f"steps; for more epochs, give an iterator that goes on.",
+                    stacklevel=3,
+                )
+                break
+            params, state, *rest, stats = found
+            func_state = rest[0] if has_state else None
+            bar.show(stats)
+            wants_end = callback is not None and callback(params, state, stats) is True
+            if wants_end or interrupts.asked:
+                break
+    return (params, state, func_state, stats) if has_state else (params, state, stats)
+
+
+class _Bar:
+    """A progress bar with the loss, the damping and the time of a step.
+
+    To show numbers is to wait for them, so it is not done in each step.
+    """
+
+    def __init__(self, total: int, is_shown: bool) -> None:
+        self._bar = tqdm(total=total, disable=not is_shown, unit="step")
+        self._shown = (0, time.perf_counter())
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, stats: dict[str, Any]) -> None:
+        """One more step was done."""
+        if self._bar.disable:
+            return
+        self._bar.update()
+        count, (before, then) = self._bar.n, self._shown
+        seconds = time.perf_counter() - then
+        if count in (1, self._bar.total) or seconds > _SECONDS_BETWEEN_REPORTS:
+            loss, damping = float(stats["loss"]), float(stats["damping"])
+            ms = 1e3 * (time.perf_counter() - then) / (count - before)
+            self._bar.set_postfix_str(f"loss={loss:.4g}, damping={damping:.2g}, {ms:.0f} ms/step")
+            self._shown = (count, time.perf_counter())
+
+
+class _Interrupts:
+    """Notes a first Ctrl-C instead of raising it; a second one is raised."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "_Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,369 @@
+"""The algorithm: one step, as a pure function.
+
+With the gradient g and the estimate of curvature, the preconditioned gradient is
+`p = (C + damping + L2)⁻¹ g`. The update is `w₁ p + w₂ v`, where v is the last update. The
+coefficients are minus the learning rate, and the momentum; where these are adaptive, they minimise
+a quadratic model of the loss with the exact curvature. How well such a model foretold the loss
+decides about an adaptive damping.
+
+A step for which something is not finite is skipped: only counters change, the damping rises, and
+the next step begins with fresh inverses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax._types import Array, PyTree
+from curvax.curvature import ImplicitExactCurvature
+from curvax.linalg import all_finite
+from curvax.optimizer._function import Evaluation, ValueFunction
+from curvax.optimizer._preconditioner import Preconditioner
+from curvax.optimizer._quadratic import QuadraticModel
+from curvax.optimizer._rules import Adaptive, LevenbergMarquardt, Rules
+from curvax.optimizer._state import OptimizerState
+from curvax.optimizer._vectors import (
+    combined,
+    inner,
+    inner_products,
+    norm,
+    norms,
+    number_type,
+    selected,
+)
+
+__all__ = ["Algorithm", "Given", "Options"]
+
+_LARGEST_FACTOR = 1e4
+"""How much larger a damping that is given can become by trouble: so that it comes back."""
+
+
+class Given(NamedTuple):
+    """What a call of `step` gives for the three."""
+
+    learning_rate: Any = None
+    momentum: Any = None
+    damping: Any = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What else there is to choose."""
+
+    norm_constraint: Any = None
+    include_damping_in_quad_change: bool = False
+    always_exact_model: bool = False
+    use_step_rejection: bool = False
+    reject_factor: Any = 2.0
+    include_norms: bool = False
+    include_param_norms: bool = False
+    include_registered_loss: bool = False
+
+
+class _Move(NamedTuple):
+    """An update, with how it was made."""
+
+    update: PyTree
+    vectors: tuple[PyTree, PyTree]
+    coefficients: Sequence[Array]
+    scaled_norm: Array
+    model: QuadraticModel | None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The optimizer's functions of parameters, state and batch, none of which changes anything."""
+
+    function: ValueFunction
+    preconditioner: Preconditioner
+    exact: ImplicitExactCurvature
+    batch_size_extractor: Callable[[PyTree], Any]
+    rules: Rules
+    adaptation: LevenbergMarquardt
+    options: Options
+    num_burnin_steps: int
+    axis: str | None
+
+    def init(
+        self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
+    ) -> OptimizerState:
+        """The state before the first step."""
+        rng, own = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, own, batch)
+        dtype = number_type(params)
+        is_adaptive = isinstance(self.rules.damping, Adaptive)
+        return OptimizerState(
+            velocities=jax.tree.map(lambda x: jnp.zeros_like(jnp.asarray(x)), params),
+            estimator_state=self.preconditioner.init(rng, func_args),
+            damping=jnp.asarray(self.adaptation.initial, dtype) if is_adaptive else None,
+            data_seen=jnp.zeros((), int),
+            step_counter=jnp.zeros((), jnp.int32),
+            damping_factor=jnp.ones((), dtype),
+        )
+
+    def burnin(
+        self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
+    ) -> OptimizerState:
+        """The state with the curvature of one more batch in it."""
+        rng, own = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, own, batch)
+        size = self.batch_size_extractor(batch)
+        estimate = self.preconditioner.updated(state.estimator_state, func_args, size, rng)
+        return replace(state, estimator_state=estimate)
+
+    def step(
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        batch: PyTree,
+        func_state: PyTree,
+        given: Given,
+        has_burnin: bool = True,
+    ) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
+        """Parameters, state and state of the function after a step, and statistics of it.
+
+        `has_burnin` says whether to burn in before the first step, with this batch.
+        """
+        rng, own = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, own, batch)
+        size = self.batch_size_extractor(batch)
+        if has_burnin and self.num_burnin_steps:
+            rng, for_burnin = jax.random.split(rng)
+            state = self._burnt_in(params, state, for_burnin, batch, func_state)
+        found = self._averaged(self.function(func_args))
+        is_fine = jnp.isfinite(found.loss) & all_finite(found.gradient)
+        damping = self._damping(state, given)
+        count, is_stale = state.step_counter, state.is_stale
+        curvature = self.preconditioner.updated_in_turn(
+            state.estimator_state, count, is_stale, func_args, size, rng, is_fine=is_fine
+        )
+        curvature = self.preconditioner.refreshed(curvature, count, is_stale, damping)
+        learning = replace(state, estimator_state=curvature)
+        move = self._move(learning, found.gradient, damping, given, func_args)
+        is_fine &= all_finite(move.update)
+        moved = combined([jnp.ones((), number_type(params))] * 2, [params, move.update])
+        outcome = self._outcome(learning, found, move, moved, damping, func_args)
+        is_taken = is_fine & ~outcome["is_rejected"]
+        after = self._state_after(learning, move.update, is_fine, is_taken, outcome["rho"], size)
+        stats = self._stats(found, move, damping, outcome, after, func_args, size)
+        new_params = selected(is_taken, moved, params)
+        new_func_state = selected(is_fine, found.func_state, func_state)
+        return new_params, after, new_func_state, stats
+
+    def exact_model(
+        self, vectors: Sequence[PyTree], gradient: PyTree, func_args: Sequence[PyTree]
+    ) -> QuadraticModel:
+        """The model with the exact curvature: with `C = B Bᵀ`, products of the `Bᵀ v`."""
+        if self.preconditioner.estimator.default_mat_type == "fisher":
+            factor = self.exact.multiply_fisher_factor_transpose
+        else:
+            factor = self.exact.multiply_ggn_factor_transpose
+        moved = [factor(func_args, v) for v in vectors]
+        curvature = self._mean(inner_products(moved, moved)).astype(number_type(gradient))
+        return _model(curvature + self.preconditioner.l2.matrix(vectors), vectors, gradient)
+
+    def approx_model(
+        self, state: OptimizerState, vectors: Sequence[PyTree], gradient: PyTree
+    ) -> QuadraticModel:
+        """The model with the estimated curvature."""
+        multiply = self.preconditioner.multiply
+        products = [multiply(state.estimator_state, v) for v in vectors]
+        return _model(inner_products(vectors, products), vectors, gradient)
+
+    def _burnt_in(
+        self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
+    ) -> OptimizerState:
+        count = jnp.where(state.step_counter == 0, self.num_burnin_steps, 0)
+
+        def body(k: Any, state: OptimizerState) -> OptimizerState:
+            return self.burnin(params, state, jax.random.fold_in(rng, k), batch, func_state)
+
+        return lax.fori_loop(0, count, body, state)
+
+    def _averaged(self, found: Evaluation) -> Evaluation:
+        """Over all devices."""
+        return jax.tree.map(
+            lambda x: self._mean(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, found
+        )
+
+    def _mean(self, x: Any) -> Any:
+        return x if self.axis is None else lax.pmean(x, self.axis)
+
+    def _damping(self, state: OptimizerState, given: Given) -> Array:
+        if isinstance(self.rules.damping, Adaptive):
+            return state.damping
+        value = self.rules.damping.value(state.step_counter, given.damping)
+        return jnp.asarray(value, state.damping_factor.dtype) * state.damping_factor
+
+    def _move(
+        self,
+        state: OptimizerState,
+        gradient: PyTree,
+        damping: Array,
+        given: Given,
+        func_args: Sequence[PyTree],
+    ) -> _Move:
+        dtype, count = damping.dtype, state.step_counter
+        direction = self.preconditioner.apply(state.estimator_state, gradient, damping)
+        rate = self.rules.learning_rate.value(count, given.learning_rate)
+        momentum = self.rules.momentum.value(count, given.momentum)
+        rate = None if rate is None else jnp.asarray(rate, dtype)
+        squared = inner(gradient, direction).astype(dtype)
+        if self.options.norm_constraint is not None and rate is not None:
+            limit = jnp.asarray(self.options.norm_constraint, dtype)
+            scale = jnp.sqrt(limit / jnp.maximum(limit, rate**2 * squared))
+            direction = combined([scale], [direction])
+        vectors = (direction, state.velocities)
+        fixed = (None if rate is None else -rate, momentum)
+        model = None
+        if self.rules.adapt_coefficients:
+            model = self.exact_model(vectors, gradient, func_args)
+            coefficients: Sequence[Any] = model.minimiser(damping, fixed)
+        else:
+            coefficients = [jnp.asarray(c, dtype) for c in fixed]
+        update = combined(coefficients, vectors)
+        return _Move(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
+
+    def _outcome(
+        self,
+        state: OptimizerState,
+        found: Evaluation,
+        move: _Move,
+        moved: PyTree,
+        damping: Array,
+        func_args: Sequence[PyTree],
+    ) -> dict[str, Any]:
+        """The new loss, the change that was expected, their ratio; NaN where nobody asks."""
+        dtype, unknown = damping.dtype, jnp.full((), jnp.nan, damping.dtype)
+        is_adaptive = isinstance(self.rules.damping, Adaptive)
+        is_due = self.adaptation.is_due(state.step_counter) if is_adaptive else False
+        change = unknown
+        if move.model is not None:
+            change = self._change(move.model, move, damping)
+        elif is_adaptive:
+
+            def compute(_: Any) -> Array:
+                if self.options.always_exact_model:
+                    model = self.exact_model(move.vectors, found.gradient, func_args)
+                else:
+                    model = self.approx_model(state, move.vectors, found.gradient)
+                return self._change(model, move, damping)
+
+            change = lax.cond(is_due, compute, lambda _: unknown, None)
+        new_loss = unknown
+        if is_adaptive or self.options.use_step_rejection:
+            loss_at = lambda params: self.loss((params, *func_args[1:])).astype(dtype)
+            is_wanted = True if self.options.use_step_rejection else is_due
+            new_loss = lax.cond(is_wanted, loss_at, lambda _: unknown, moved)
+        rejects = self.options.use_step_rejection
+        return {
+            "new_loss": new_loss,
+            "quad_model_change": change,
+            "rho": (new_loss - found.loss.astype(dtype)) / change,
+            "is_rejected": ~(new_loss <= found.loss) if rejects else jnp.zeros((), bool),
+        }
+
+    def loss(self, func_args: Sequence[PyTree]) -> Array:
+        """The value of the function alone; what else it computes is dropped by the compiler."""
+        return self._mean(self.function(func_args).loss)
+
+    def _change(self, model: QuadraticModel, move: _Move, damping: Array) -> Array:
+        included = damping if self.options.include_damping_in_quad_change else 0.0
+        return model.change(move.coefficients, included)
+
+    def _state_after(
+        self,
+        state: OptimizerState,
+        update: PyTree,
+        is_fine: Array,
+        is_taken: Array,
+        rho: Array,
+        batch_size: Any,
+    ) -> OptimizerState:
+        is_rejected = is_fine & ~is_taken
+        # After a rejection momentum begins anew: no damping would help against what it does.
+        zeros = jax.tree.map(jnp.zeros_like, update)
+        velocities = selected(is_taken, update, selected(is_rejected, zeros, state.velocities))
+        factor = jnp.asarray(self.options.reject_factor, state.damping_factor.dtype)
+        decay = jnp.asarray(self.adaptation.decay, factor.dtype)
+        if state.damping is None:
+            damping = None
+            falling = jnp.maximum(1, state.damping_factor * decay)
+            rising = jnp.minimum(state.damping_factor * factor, _LARGEST_FACTOR)
+            damping_factor = jnp.where(is_taken, falling, rising)
+        else:
+            damping_factor = state.damping_factor
+            is_due = self.adaptation.is_due(state.step_counter)
+            adapted = self.adaptation.update(state.damping, rho)
+            usual = jnp.where(is_due, adapted, state.damping)
+            damping = jnp.where(is_taken, usual, self.adaptation.raised(state.damping, factor))
+        seen = state.data_seen + self._total(batch_size, state.data_seen.dtype)
+        one = jnp.ones((), jnp.int32)
+        return replace(
+            state,
+            velocities=velocities,
+            damping=damping,
+            data_seen=jnp.where(seen < state.data_seen, state.data_seen, seen),
+            step_counter=state.step_counter + one,
+            damping_factor=damping_factor,
+            skipped=state.skipped + jnp.where(is_fine, 0, one),
+            rejected=state.rejected + jnp.where(is_rejected, one, 0),
+            is_stale=~is_taken,
+        )
+
+    def _total(self, batch_size: Any, dtype: Any) -> Array:
+        """The batch size of all devices together."""
+        size = jnp.asarray(batch_size).astype(dtype)
+        return size if self.axis is None else lax.psum(size, self.axis)
+
+    def _stats(
+        self,
+        found: Evaluation,
+        move: _Move,
+        damping: Array,
+        outcome: dict[str, Any],
+        after: OptimizerState,
+        func_args: Sequence[PyTree],
+        batch_size: Any,
+    ) -> dict[str, Any]:
+        stats = {
+            "step": after.step_counter - 1,
+            "batch_size": self._total(batch_size, after.data_seen.dtype),
+            "data_seen": after.data_seen,
+            "loss": found.loss,
+            "learning_rate": -move.coefficients[0],
+            "momentum": move.coefficients[1],
+            "damping": damping,
+            **{name: outcome[name] for name in ("rho", "new_loss", "quad_model_change")},
+            "scaled_grad_norm_sq": move.scaled_norm,
+            "skipped": after.skipped,
+        }
+        if self.function.has_aux:
+            stats["aux"] = found.aux
+        if self.options.include_registered_loss:
+            stats["registered_loss"] = self._mean(self.exact.mean_loss(func_args))
+        if self.options.use_step_rejection:
+            stats["rejected"] = after.rejected
+        direction, _ = move.vectors
+        trees = {
+            "param": func_args[0],
+            "grad": found.gradient,
+            "precon_grad": direction,
+            "update": move.update,
+        }
+        for name, tree in trees.items():
+            if self.options.include_norms:
+                stats[f"{name}_norm"] = norm(tree)
+            if self.options.include_param_norms:
+                stats[f"{name}_norms"] = norms(tree)
+        return stats
+
+
+def _model(curvature: Array, vectors: Sequence[PyTree], gradient: PyTree) -> QuadraticModel:
+    linear = inner_products(vectors, [gradient])[:, 0]
+    return QuadraticModel(curvature, inner_products(vectors, vectors), linear)
