@@ -14,6 +14,15 @@ DTYPES = [np.float32, np.float64]
 INVERSE = jax.jit(lambda matrix, weight: psd_power(matrix, weight, -1))
 
 
+@pytest.fixture
+def no_eigenvalues(monkeypatch):
+    """What is computed from eigenvalues is not a number."""
+    monkeypatch.setattr(_psd, "_by_eigenvalues", lambda matrix, *_: jnp.full_like(matrix, jnp.nan))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def inverse_of(matrix, weight=0.0):
     return np.asarray(INVERSE(jnp.asarray(matrix), weight), np.float64)
 
@@ -89,8 +98,8 @@ def test_an_inverse_has_derivatives_both_ways(size):
         np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-7)
 
 
-def test_of_several_matrices_only_the_singular_one_is_computed_otherwise(monkeypatch):
-    monkeypatch.setattr(_psd, "_by_eigenvalues", lambda matrix, *_: jnp.full_like(matrix, jnp.nan))
+@pytest.mark.usefixtures("no_eigenvalues")
+def test_of_several_matrices_only_the_singular_one_is_computed_otherwise():
     matrices = np.stack([np.eye(5), np.zeros((5, 5))])
     found = jax.jit(lambda matrices: psd_power(matrices, 0.0, -1))(matrices)
     np.testing.assert_array_equal(found[0], np.eye(5))
@@ -104,8 +113,8 @@ def test_a_matrix_may_be_empty(exponent):
 
 @pytest.mark.parametrize("size", [3, 300])
 @pytest.mark.parametrize(("spectrum", "condition"), [(spread_out, 1e5), (in_two, 3e4)])
-def test_no_eigenvalues_are_computed_at_such_a_condition(size, spectrum, condition, monkeypatch):
-    monkeypatch.setattr(_psd, "_by_eigenvalues", lambda matrix, *_: jnp.full_like(matrix, jnp.nan))
+@pytest.mark.usefixtures("no_eigenvalues")
+def test_no_eigenvalues_are_computed_at_such_a_condition(size, spectrum, condition):
     inverse = jax.jit(lambda matrix: psd_power(matrix, 0.0, -1))
     found = inverse(with_spectrum(spectrum(size, condition), np.float32))
     # The smallest eigenvalue of an inverse is the first to be wrong.

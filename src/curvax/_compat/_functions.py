@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from curvax._compat._arrays import varying_axes
 
@@ -15,6 +16,7 @@ __all__ = [
     "default_device",
     "has_effects",
     "is_jitted",
+    "kept_as_call",
     "trace",
     "trace_with_constants",
     "tracing_context",
@@ -87,6 +89,11 @@ def true_account(platform: str) -> dict[str, Any]:
     except Exception:  # noqa: BLE001  Which one it is depends on the version.
         return {}
     return options
+
+
+def kept_as_call(outputs: Any) -> Any:
+    """What a jitted function returned, which then stays a function in the compiled program."""
+    return set_xla_metadata(outputs, inlineable="false")
 
 
 def default_device() -> Any:

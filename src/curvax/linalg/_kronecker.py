@@ -40,8 +40,8 @@ class Kronecker:
         """A power of both factors, times their scales, with the identity split by `pi`."""
         of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
         means = [
-            of_inputs * self.inputs.trace(inputs) / self.inputs.size,
-            of_outputs * self.outputs.trace(outputs) / self.outputs.size,
+            of_inputs * self.inputs.mean(inputs),
+            of_outputs * self.outputs.mean(outputs),
         ]
         are_zero = (means[0] <= 0) | (means[1] <= 0)
         first, last = (jnp.where(are_zero, 1, mean) for mean in means)

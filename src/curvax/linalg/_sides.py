@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from curvax._types import Array
@@ -55,6 +56,13 @@ class Side(abc.ABC):
     def trace(self, matrix: Array) -> Array:
         """The trace of each matrix."""
         return jnp.sum(self.diagonal(matrix), axis=-1)
+
+    def mean(self, matrix: Array) -> Array:
+        """The mean of the eigenvalues of each matrix."""
+        # As a product, for which nothing is compiled; it would be with a single column.
+        part = jnp.asarray(np.tile([1 / max(self.size, 1), 0], (self.size, 1)), matrix.dtype)
+        diagonal = self.diagonal(matrix)[..., None, :]
+        return jnp.matmul(diagonal, part, precision="highest")[..., 0, 0]
 
     @abc.abstractmethod
     def power(

@@ -13,13 +13,13 @@ from jax import lax
 
 from curvax._types import Array
 
-__all__ = ["symmetric_product", "triangular_product"]
+__all__ = ["symmetric_product"]
 
 MOST_PANELS = 6
 """How a product is cut: more panels save little time, and each takes its time to compile."""
 
-NARROWEST, NARROWEST_TRIANGULAR = 128, 80
-"""How narrow panels may be; those of triangular matrices save more."""
+NARROWEST = 128
+"""How narrow panels may be."""
 
 
 def symmetric_product(x: Array, y: Array | None = None) -> Array:
@@ -29,21 +29,12 @@ def symmetric_product(x: Array, y: Array | None = None) -> Array:
     """
     y = x if y is None else y
     panel = lambda start, end: jnp.matrix_transpose(x[..., start:end]) @ y[..., :end]
-    return _by_panels(panel, x.shape[-1], NARROWEST)
+    return _by_panels(panel, x.shape[-1])
 
 
-def triangular_product(lower: Array) -> Array:
-    """`lower.T @ lower` of a lower triangular matrix, without what is known to be zero."""
-
-    def panel(start: int, end: int) -> Array:
-        return jnp.matrix_transpose(lower[..., start:, start:end]) @ lower[..., start:, :end]
-
-    return _by_panels(panel, lower.shape[-1], NARROWEST_TRIANGULAR)
-
-
-def _by_panels(panel: Callable[[int, int], Array], size: int, narrowest: int) -> Array:
+def _by_panels(panel: Callable[[int, int], Array], size: int) -> Array:
     """A symmetric matrix of which `panel` returns some rows, up to the last that is diagonal."""
-    count = max(1, min(MOST_PANELS, size // narrowest))
+    count = max(1, min(MOST_PANELS, size // NARROWEST))
     width = 16 * max(1, -(-size // (16 * count)))  # What vector instructions like.
     edges = [*range(0, size, width), size]
     panels = [panel(start, end) for start, end in itertools.pairwise(edges)]
