@@ -113,7 +113,11 @@ from curvax.memory import (
     plan_batch_size as plan_batch_size,
     recorded_plans as recorded_plans,
 )
-from curvax.optimizer import Optimizer as Optimizer
+from curvax.optimizer import (
+    Optimizer as Optimizer,
+    kfac as kfac,
+    scale_by_kfac as scale_by_kfac,
+)
 from curvax.tags import (
     LayerTag as LayerTag,
     LossTag as LossTag,

@@ -13,7 +13,8 @@ from curvax.curvature._block_diagonal import BlockDiagonalCurvature as BlockDiag
 from curvax.curvature._estimator import CurvatureEstimator as CurvatureEstimator
 from curvax.curvature._explicit import ExplicitExactCurvature as ExplicitExactCurvature
 from curvax.curvature._implicit import ImplicitExactCurvature as ImplicitExactCurvature
-from curvax.curvature._microbatches import axes_of as axes_of
+from curvax.curvature._microbatches import axes_of as axes_of, length_of as length_of
+from curvax.curvature._modes import check_mode as check_mode
 from curvax.curvature._operators import (
     CurvatureOperator as CurvatureOperator,
     as_linear_operator as as_linear_operator,

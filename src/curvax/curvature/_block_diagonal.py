@@ -67,6 +67,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         examples_interact: with microbatches, whether it is fine that a batch is not the sum of its
             examples, as with batch normalisation in training. Each microbatch is then taken for a
             batch.
+        num_samples: how many samples an update takes for each example, in modes that draw. They
+            share a forward pass.
         auto_register_kwargs: as in `curvax.auto_register_tags`.
 
     Examples:
@@ -115,9 +117,11 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         memory_budget: int | float | str | None = None,
         batch_index: int | Sequence[int] | None = None,
         examples_interact: bool = False,
+        num_samples: int = 1,
         **auto_register_kwargs: Any,
     ) -> None:
         super().__init__(func, params_index, default_estimation_mode)
+        self._num_samples = num_samples
         self._where = f"curvax.{type(self).__name__}"
         self._tag_ctors = {
             full_name(name): ctor for name, ctor in (layer_tag_to_block_ctor or {}).items()
@@ -248,7 +252,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     ) -> list[Any]:
         """The states of all blocks after an update."""
         layers, blocks = self._layers(func_args), self._known.blocks
-        drawn = draws(layers.at, mode, rng)
+        drawn = draws(layers.at, mode, rng, self._num_samples)
         if any(map(has_own_update, blocks)):
             self._check_at_once()
             passes = num_passes(mode, drawn)

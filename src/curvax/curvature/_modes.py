@@ -60,8 +60,11 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def draws(at: LossMap, mode: str, rng: Array) -> list[Array]:
-    """What is random in a mode: for each loss an array with a row for each of its own."""
+def draws(at: LossMap, mode: str, rng: Array, num_samples: int = 1) -> list[Array]:
+    """What is random in a mode: for each loss an array with a row for each of its own.
+
+    In modes that are on average right only, there are several samples, along the second axis.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def look(params: Sequence[Array]) -> None:
@@ -69,11 +72,14 @@ def draws(at: LossMap, mode: str, rng: Array) -> list[Array]:
         matrix, _, way = mode.partition("_")
         for loss in at.losses(dependants, others):
             rows = loss.parameter_dependants[0].shape[:1]
-            if way in ("gradients", "empirical"):
+            if way == "empirical":
                 shapes.append(rows)
+            elif way == "gradients":
+                shapes.append((*rows, num_samples))
             else:
-                shape = _inner_shape(loss, matrix)
-                shapes.append(shape if way == "curvature_prop" else (*rows, math.prod(shape[1:])))
+                _, *inner = _inner_shape(loss, matrix)
+                samples = (num_samples, *inner) if way == "curvature_prop" else (math.prod(inner),)
+                shapes.append((*rows, *samples))
 
     jax.eval_shape(look, at.params)
     keys = jax.random.split(rng, len(shapes))
@@ -92,15 +98,11 @@ def sweeps(
     """
     matrix, _, way = mode.partition("_")
     if way == "gradients":
-        sampled = [_sampled(at, operands, k, keys) for k, keys in enumerate(drawn)]
-        return [Sweep(1, lambda _: sampled)]
+        return [_samples(drawn, lambda k, keys: _sampled(at, operands, k, keys))]
     losses = at.losses(*operands)
     if way == "curvature_prop":
-        made = [
-            _factor(loss, matrix)(signs.astype(_dtype(loss)))
-            for loss, signs in zip(losses, drawn, strict=True)
-        ]
-        return [Sweep(1, lambda _: made)]
+        propagated = lambda k, signs: _factor(losses[k], matrix)(signs.astype(_dtype(losses[k])))
+        return [_samples(drawn, propagated)]
     one = _empirical if way == "empirical" else _columns
     return [one(losses, number, matrix, signs, row_by_row) for number, signs in enumerate(drawn)]
 
@@ -109,10 +111,26 @@ def num_passes(mode: str, drawn: Sequence[Array], row_by_row: bool = False) -> i
     """How many passes a mode takes."""
     _, _, way = mode.partition("_")
     if way not in ("exact", "empirical"):
-        return 1
+        return drawn[0].shape[1]
     columns = [signs.shape[1] if way == "exact" else 1 for signs in drawn]
     rows = [signs.shape[0] if row_by_row else 1 for signs in drawn]
     return sum(n * k for n, k in zip(rows, columns, strict=True))
+
+
+def _samples(
+    drawn: Sequence[Array], cotangents: Callable[[int, Array], tuple[Array, ...]]
+) -> Sweep:
+    """A pass for each sample, such that their sum is the average."""
+    count = drawn[0].shape[1]
+
+    def of_sample(number: Any) -> Cotangents:
+        made = [cotangents(k, x[:, number]) for k, x in enumerate(drawn)]
+        return jax.tree.map(lambda x: x / jnp.asarray(count**0.5, x.dtype), made)
+
+    if count > 1:
+        return Sweep(count, of_sample)
+    only = of_sample(0)
+    return Sweep(1, lambda _: only)
 
 
 def _sampled(at: LossMap, operands: Operands, number: int, keys: Array) -> tuple[Array, ...]:

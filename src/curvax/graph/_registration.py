@@ -222,7 +222,9 @@ def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> N
     if not losses:
         raise RegistrationError(
             f"{where}: the function registers no loss. Call one of curvax.register_* (such as "
-            f"curvax.register_squared_error_loss) on its predictions."
+            f"curvax.register_squared_error_loss) on its predictions. If it does and a gradient is "
+            f"traced, JAX may have dropped it inside of `jit`, `checkpoint` or `scan` (which are "
+            f"traced only once): register outside of them."
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from curvax._checks import check_size
+from curvax.curvature import check_mode
 
 __all__ = ["check_arguments"]
 
@@ -20,6 +21,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for is_wrong, message in _CONTRADICTIONS:
         if is_wrong(given):
             raise ValueError(f"{_WHERE}: {message.format(**given)}")
+    check_mode(given["estimation_mode"])
     if not callable(given["value_and_grad_func"]):
         raise TypeError(
             f"{_WHERE}: value_and_grad_func must be a function, such as jax.value_and_grad(loss), "

@@ -53,7 +53,6 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
             given["curvature_ema"],
             given["curvature_update_period"],
             given["inverse_update_period"],
-            given["num_estimator_samples"],
             given["stagger_inverses"],
         ),
         options=Options(
@@ -85,6 +84,7 @@ def algorithm_of(
         distributed_cache_updates=given["distributed_inverses"],
         **sizes,
         **batch,
+        num_samples=given["num_estimator_samples"],
         register_only_generic=given["register_only_generic"],
         patterns_to_skip=given["patterns_to_skip"],
         strict=given["strict_registration"],

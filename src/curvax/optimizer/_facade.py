@@ -60,20 +60,36 @@ class Facade:
             )
         return self._made
 
-    def _finalized(
-        self, params: PyTree, func_state: PyTree, rng: Array, batch: PyTree
+    def finalize(
+        self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
     ) -> Algorithm:
-        """The algorithm; the function is traced with these arguments if it was not yet."""
+        """Trace the function, if that was not done yet; `init` and `step` do it by themselves.
+
+        Arguments:
+            params: the parameters.
+            rng: a random key.
+            batch: a batch.
+            func_state: the state of the function, if it has one.
+
+        Returns:
+            The algorithm: the pure functions that `init` and `step` compile.
+        """
         if self._made is not None:
             return self._made
         return self._for_args(self._settings.function.arguments(params, func_state, rng, batch))
 
     def _for_args(self, func_args: Sequence[PyTree]) -> Algorithm:
-        """As `_finalized`."""
+        """As `finalize`."""
         if self._made is None:
-            made = algorithm_of(self._given, self._settings, func_args, axis=None)
+            made = algorithm_of(self._given, self._settings, func_args, self._axis)
             self.__dict__["_made"] = made
         return self._algorithm
+
+    @property
+    def _axis(self) -> str | None:
+        """The name of the axis of devices, if there is one."""
+        has_axis = self._given["multi_device"] and not self._given["debug"]
+        return self._given["pmap_axis_name"] if has_axis else None
 
     def _check_given(self, given: Given) -> None:
         """What a call gives for learning rate, momentum and damping, if it shall give anything."""
@@ -85,5 +101,6 @@ class Facade:
 
     def _set_up(self) -> None:
         settings = settings_of(self._given)
-        programs = Programs(not self._given["debug"], self._given["donate_buffers"])
+        is_compiled, is_donating = not self._given["debug"], self._given["donate_buffers"]
+        programs = Programs(is_compiled, is_donating, self._axis)
         self.__dict__.update(_settings=settings, _programs=programs, _made=None)

@@ -227,7 +227,7 @@ class Optimizer(Quantities):
                 `strict_registration`, if a parameter is not part of a known kind of layer.
         """
         batch = self._processed(batch)
-        init = self._finalized(params, func_state, rng, batch).init
+        init = self.finalize(params, rng, batch, func_state).init
         return self._programs.run("init", init, (params, rng, batch, func_state))
 
     def burnin(
@@ -262,9 +262,9 @@ class Optimizer(Quantities):
                     f"{_WHERE}: data_iterator ended after {number} of {num_steps} updates before "
                     f"the first step. Give one that goes on, or fewer num_burnin_steps."
                 ) from None
-            burnin = self._finalized(params, func_state, rng, batch).burnin
+            burnin = self.finalize(params, rng, batch, func_state).burnin
             state = self._programs.run(
-                "burnin", burnin, (params, state, key, batch, func_state), replaced=(1,)
+                "burnin", burnin, (params, state, key, batch, func_state), replaced=(1,), batch=3
             )
         return state, func_state
 
@@ -321,7 +321,7 @@ class Optimizer(Quantities):
             )
         if is_traced:
             batch = self._processed(batch)
-            step = self._finalized(params, func_state, rng, batch).step
+            step = self.finalize(params, rng, batch, func_state).step
             return self._returned(step(params, state, rng, batch, func_state, given))
         count = self.verify_args_and_get_step_counter(
             self._counter(state), *given, global_step_int=global_step_int
@@ -331,10 +331,10 @@ class Optimizer(Quantities):
             rng, own = jax.random.split(rng)
             state, _ = self.burnin(self.num_burnin_steps, params, state, own, batches, func_state)
         batch = self._processed(next(batches))
-        algorithm = self._finalized(params, func_state, rng, batch)
+        algorithm = self.finalize(params, rng, batch, func_state)
         step = lambda *args: algorithm.step(*args, has_burnin=False)
         args = (params, state, rng, batch, func_state, given)
-        found = self._programs.run("step", step, args, replaced=(0, 1, 4))
+        found = self._programs.run("step", step, args, replaced=(0, 1, 4), batch=3)
         self.__dict__["_counted"] = (found[1].step_counter, count + 1)
         return self._returned(found)
 

@@ -28,7 +28,6 @@ class Schedules:
     ema: Any
     update_period: int
     inverse_period: int
-    num_samples: int
     stagger: bool
 
 
@@ -88,14 +87,10 @@ class Preconditioner:
         An average that keeps all of its weight and gives none to what is new stays what it was. So
         there is nothing to choose from or to copy.
         """
-        count = self.schedules.num_samples
-        old = jnp.where(is_fine, self.schedules.ema, 1.0)
-        new = jnp.where(is_fine, 1.0 / count, 0.0)
-        for number, key in enumerate(jax.random.split(rng, count)):
-            state = self.estimator.update_curvature_matrix_estimate(
-                state, 1.0 if number else old, new, batch_size, key, func_args, self.axis
-            )
-        return state
+        old, new = jnp.where(is_fine, self.schedules.ema, 1.0), jnp.where(is_fine, 1.0, 0.0)
+        return self.estimator.update_curvature_matrix_estimate(
+            state, old, new, batch_size, rng, func_args, self.axis
+        )
 
     def updated_in_turn(
         self, state: Any, step: Any, is_stale: Any, *args: Any, is_fine: Any = True

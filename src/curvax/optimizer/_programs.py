@@ -5,6 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from curvax._types import PyTree
+from curvax.curvature import axes_of, length_of
 
 __all__ = ["Programs"]
 
@@ -15,11 +20,13 @@ class Programs:
     Arguments:
         is_compiled: whether to compile them.
         is_donating: whether they may use the buffers of those arguments that are to be replaced.
+        axis: the name of an axis of all devices, along which batches are split; None for one
+            device.
     """
 
-    def __init__(self, is_compiled: bool, is_donating: bool) -> None:
-        self._is_compiled, self._is_donating = is_compiled, is_donating
-        self._known: dict[str, Callable[..., Any]] = {}
+    def __init__(self, is_compiled: bool, is_donating: bool, axis: str | None) -> None:
+        self._is_compiled, self._is_donating, self._axis = is_compiled, is_donating, axis
+        self._known: dict[Any, Callable[..., Any]] = {}
 
     def run(
         self,
@@ -27,18 +34,58 @@ class Programs:
         fun: Callable[..., Any],
         args: Sequence[Any],
         replaced: Sequence[int] = (),
+        batch: int | None = None,
     ) -> Any:
-        """`fun(*args)`, where some arguments are replaced by the result."""
+        """`fun(*args)`, where some arguments are replaced by the result, and one is the batch."""
         if not self._is_compiled:
             return fun(*args)
         donated = tuple(replaced) if self._is_donating else ()
-        if name not in self._known:
-            self._known[name] = jax.jit(fun, donate_argnums=donated)
-        return self._known[name](*_without_aliases(args, donated))
+        key, whole = name, fun
+        if self._axis is not None and batch is not None:
+            specs = self._specs(args, batch)
+            key = name, *jax.tree.leaves(specs), jax.tree.structure(args[batch])
+            whole = self._on_devices(fun, specs)
+        if key not in self._known:
+            self._known[key] = jax.jit(whole, donate_argnums=donated)
+        args = [jax.tree.map(_strong, x) if k in replaced else x for k, x in enumerate(args)]
+        return self._known[key](*_without_aliases(args, donated))
 
-    def forget(self) -> None:
-        """Drop what was compiled."""
-        self._known.clear()
+    def _specs(self, args: Sequence[Any], batch: int) -> tuple[Any, ...]:
+        """How the arguments are split among devices: the batch is, by examples."""
+        _check_divisible(args[batch], len(jax.devices()))
+        spec = lambda axis: PartitionSpec() if axis is None else PartitionSpec(self._axis)
+        specs: list[Any] = [PartitionSpec()] * len(args)
+        specs[batch] = jax.tree.map(spec, axes_of(args[batch]), is_leaf=_is_none)
+        return tuple(specs)
+
+    def _on_devices(self, fun: Callable[..., Any], specs: tuple[Any, ...]) -> Any:
+        """The function on all devices, each with its part of the batch."""
+        mesh = Mesh(np.array(jax.devices()), (self._axis,))
+        options: dict[str, Any] = {"out_specs": PartitionSpec(), "check_vma": False}
+        return jax.shard_map(fun, mesh=mesh, in_specs=specs, **options)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _check_divisible(batch: PyTree, count: int) -> None:
+    length = length_of(batch)
+    if length % count:
+        raise ValueError(
+            f"curvax.Optimizer: with multi_device=True a batch is split among the {count} devices, "
+            f"but it has {length} examples, which {count} does not divide. Use a batch of "
+            f"{length - length % count} or {length + count - length % count}."
+        )
+
+
+def _strong(leaf: Any) -> Any:
+    """Without the weak type of a Python number.
+
+    What replaces it has none, and the next call would compile another program for that.
+    """
+    is_weak = isinstance(leaf, float) or getattr(leaf, "weak_type", False)
+    return jnp.asarray(leaf, jnp.result_type(leaf)) if is_weak else leaf
 
 
 def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.curvature import ImplicitExactCurvature
 from curvax.linalg import all_finite
@@ -88,6 +89,11 @@ class Algorithm:
     num_burnin_steps: int
     axis: str | None
 
+    @property
+    def needs_loss(self) -> bool:
+        """Whether a step depends on the loss, and not only on its gradient."""
+        return isinstance(self.rules.damping, Adaptive) or self.options.use_step_rejection
+
     def init(
         self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
     ) -> OptimizerState:
@@ -135,25 +141,40 @@ class Algorithm:
         if has_burnin and self.num_burnin_steps:
             rng, for_burnin = jax.random.split(rng)
             state = self._burnt_in(params, state, for_burnin, batch, func_state)
-        found = self._averaged(self.function(func_args))
+        found = self._evaluated(func_args)
+        update, after, stats = self.advance(state, found, func_args, size, rng, given)
+        moved = combined([jnp.ones((), number_type(params))] * 2, [params, update])
+        is_fine = after.skipped == state.skipped
+        new_func_state = selected(is_fine, found.func_state, func_state)
+        return moved, after, new_func_state, stats
+
+    def advance(
+        self,
+        state: OptimizerState,
+        found: Evaluation,
+        func_args: Sequence[PyTree],
+        batch_size: Any,
+        rng: Array,
+        given: Given,
+    ) -> tuple[PyTree, OptimizerState, dict[str, Any]]:
+        """As `step`, from what the function returned; the update, and not the parameters."""
         is_fine = jnp.isfinite(found.loss) & all_finite(found.gradient)
         damping = self._damping(state, given)
         count, is_stale = state.step_counter, state.is_stale
         curvature = self.preconditioner.updated_in_turn(
-            state.estimator_state, count, is_stale, func_args, size, rng, is_fine=is_fine
+            state.estimator_state, count, is_stale, func_args, batch_size, rng, is_fine=is_fine
         )
         curvature = self.preconditioner.refreshed(curvature, count, is_stale, damping)
         learning = replace(state, estimator_state=curvature)
         move = self._move(learning, found.gradient, damping, given, func_args)
         is_fine &= all_finite(move.update)
-        moved = combined([jnp.ones((), number_type(params))] * 2, [params, move.update])
-        outcome = self._outcome(learning, found, move, moved, damping, func_args)
+        outcome = self._outcome(learning, found, move, damping, func_args)
         is_taken = is_fine & ~outcome["is_rejected"]
-        after = self._state_after(learning, move.update, is_fine, is_taken, outcome["rho"], size)
-        stats = self._stats(found, move, damping, outcome, after, func_args, size)
-        new_params = selected(is_taken, moved, params)
-        new_func_state = selected(is_fine, found.func_state, func_state)
-        return new_params, after, new_func_state, stats
+        rho = outcome["rho"]
+        after = self._state_after(learning, move.update, is_fine, is_taken, rho, batch_size)
+        stats = self._stats(found, move, damping, outcome, after, func_args, batch_size)
+        update = selected(is_taken, move.update, jax.tree.map(jnp.zeros_like, move.update))
+        return update, after, stats
 
     def exact_model(
         self, vectors: Sequence[PyTree], gradient: PyTree, func_args: Sequence[PyTree]
@@ -185,11 +206,18 @@ class Algorithm:
 
         return lax.fori_loop(0, count, body, state)
 
-    def _averaged(self, found: Evaluation) -> Evaluation:
-        """Over all devices."""
-        return jax.tree.map(
-            lambda x: self._mean(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, found
-        )
+    def _evaluated(self, func_args: Sequence[PyTree]) -> Evaluation:
+        """What the function returns, averaged over all devices.
+
+        Each device computes the gradient of its own examples: inside of a `shard_map`, gradients of
+        what all devices share would be sums over them otherwise.
+        """
+        params, *rest = func_args
+        leaves = jax.tree.leaves(rest)
+        own = jax.tree.map(lambda x: _compat.varying_like(jnp.asarray(x), *leaves), params)
+        is_averaged = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        found = self.function((own, *rest))
+        return jax.tree.map(lambda x: self._mean(x) if is_averaged(x) else x, found)
 
     def _mean(self, x: Any) -> Any:
         return x if self.axis is None else lax.pmean(x, self.axis)
@@ -234,7 +262,6 @@ class Algorithm:
         state: OptimizerState,
         found: Evaluation,
         move: _Move,
-        moved: PyTree,
         damping: Array,
         func_args: Sequence[PyTree],
     ) -> dict[str, Any]:
@@ -256,10 +283,11 @@ class Algorithm:
 
             change = lax.cond(is_due, compute, lambda _: unknown, None)
         new_loss = unknown
-        if is_adaptive or self.options.use_step_rejection:
-            loss_at = lambda params: self.loss((params, *func_args[1:])).astype(dtype)
+        if self.needs_loss:
+            moved = lambda: combined([jnp.ones((), dtype)] * 2, [func_args[0], move.update])
+            loss_after = lambda _: self.loss((moved(), *func_args[1:])).astype(dtype)
             is_wanted = True if self.options.use_step_rejection else is_due
-            new_loss = lax.cond(is_wanted, loss_at, lambda _: unknown, moved)
+            new_loss = lax.cond(is_wanted, loss_after, lambda _: unknown, None)
         rejects = self.options.use_step_rejection
         return {
             "new_loss": new_loss,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.tracing._traced import LossMap, TracedFunction
@@ -172,7 +173,7 @@ def _cast(tangent: Any, param: Any) -> Array:
 def like_dependants(
     tangents: LossTangents, dependants: Sequence[Any], where: str
 ) -> list[tuple[Array, ...]]:
-    """Cotangents as the user gave them, checked."""
+    """Cotangents as the user gave them, checked; those of each device's own are its own, too."""
     given = [tuple(map(jnp.shape, each)) for each in tangents]
     expected = [tuple(x.shape for x in each) for each in dependants]
     if given != expected:
@@ -180,4 +181,6 @@ def like_dependants(
             f"{where}: for each loss there is one array for each of its parameter_dependants, of "
             f"the shapes {expected}, got {given}."
         )
-    return [tuple(each) for each in tangents]
+    pairs = zip(tangents, dependants, strict=True)
+    alike = lambda each, like: zip(map(jnp.asarray, each), like, strict=True)
+    return [tuple(_compat.varying_like(x, y) for x, y in alike(*pair)) for pair in pairs]

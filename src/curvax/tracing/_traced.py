@@ -85,10 +85,11 @@ class LossMap:
     """What the losses depend on, as a function of the parameters."""
 
     processed: ProcessedJaxpr
-    leaves: Sequence[Array]
+    leaves: Sequence[Any]
+    """Arrays, or shapes, where nothing is computed."""
 
     @property
-    def params(self) -> list[Array]:
+    def params(self) -> list[Any]:
         """The parameters."""
         inside = self.processed.params_range
         return list(self.leaves[inside.start : inside.stop])
