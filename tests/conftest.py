@@ -29,6 +29,31 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 pytest.register_assert_rewrite("helpers")
 
+# Without what XLA takes longest for: programs run once and on a few numbers.
+COMPILED_QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def is_thorough(config):
+    return config.getoption("--hypothesis-profile") == "thorough"
+
+
+def pytest_configure(config):
+    """Compile in a third of the time; or, if all tests are wanted, as programs are for users."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not is_thorough(config) and COMPILED_QUICKLY not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {COMPILED_QUICKLY}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Leave the tests of a module to one process, so that what they share is compiled once.
+
+    Groups alone do not: xdist 3.8 writes them into names that pytest 9.2 does not read.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
 
 @pytest.fixture
 def unchecked():
@@ -43,13 +68,26 @@ def _forget_compiled_programs(request):
     """Keep memory flat: property tests leave hundreds of compiled programs behind.
 
     Most of the time goes into compiling programs that are run once. Only where memory is measured
-    must they be optimised as they are for users.
+    is their machine code optimised as it is for users, if all tests are wanted.
     """
-    quickly = not re.search("memory|temporaries", inspect.getsource(request.module))
+    measures = re.search("memory|temporaries", inspect.getsource(request.module))
+    quickly = not (measures and is_thorough(request.config))
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _measure_what_users_have():
+    """Programs whose memory is asked for have the buffers that they have for users."""
+    from curvax import _compat
+    from helpers import BUFFERS_OF_USERS
+
+    account = _compat.true_account
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compat, "true_account", lambda name: account(name) | BUFFERS_OF_USERS)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -4,10 +4,12 @@
 computes everything a program must agree with its naive equivalent on, in one compiled program.
 """
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,12 @@ import numpy as np
 
 def key(seed: int = 0) -> jax.Array:
     return jax.random.key(seed)
+
+
+def as_users_run() -> dict[str, str]:
+    """The environment of a process with JAX's default configuration, and not with ours."""
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return others | {"JAX_PLATFORMS": "cpu"}
 
 
 def run_on_devices(program: Path, count: int, *arguments: str) -> str:
@@ -38,11 +46,13 @@ def run_on_devices(program: Path, count: int, *arguments: str) -> str:
 
 
 def random_like(tree: Any, seed: int = 0) -> Any:
-    """Normal random numbers in the shapes and dtypes of a pytree."""
+    """Normal random numbers in the shapes and dtypes of a pytree.
+
+    NumPy's, for which nothing has to be compiled.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    keys = jax.random.split(key(seed), max(1, len(leaves)))
-    pairs = zip(keys, leaves, strict=False)
-    return treedef.unflatten([jax.random.normal(k, x.shape, x.dtype) for k, x in pairs])
+    draw = np.random.default_rng(seed).standard_normal
+    return treedef.unflatten([jnp.asarray(draw(x.shape), x.dtype) for x in leaves])
 
 
 class Mapped(NamedTuple):
@@ -125,6 +135,17 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-12, atol: float = 1
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=name)
 
 
+@contextlib.contextmanager
+def checking_leaks() -> Iterator[None]:
+    """As `jax.checking_leaks`, which collects garbage all the time: only among what is new."""
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
+
+
 class CountTraces:
     """A function that counts how often Python runs it."""
 
@@ -136,9 +157,14 @@ class CountTraces:
         return self.fun(*args, **kwargs)
 
 
+# How XLA makes machine code of fusions decides on a few copies; `conftest.py` takes the quick way.
+BUFFERS_OF_USERS = {"xla_cpu_use_fusion_emitters": True}
+
+
 def temporaries(fun: Callable[..., Any], *args: Any) -> int:
     """The bytes a compiled function needs beside its arguments and results."""
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    compiled = jax.jit(fun).lower(*args).compile(BUFFERS_OF_USERS)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def num_bytes(tree: Any) -> int:

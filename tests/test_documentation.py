@@ -4,7 +4,6 @@ That is: in a process of its own, with JAX's default configuration instead of th
 and with warnings as errors.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import curvax
+from helpers import as_users_run
 
 ROOT = Path(__file__).parents[1]
 EXECUTE = ROOT / "scripts" / "execute_docs.py"
@@ -19,10 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def execute(kind: str, name: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     return subprocess.run(
         [sys.executable, "-W", "error", EXECUTE, kind, name],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
+        env=as_users_run(),
         cwd=directory,
         capture_output=True,
         text=True,

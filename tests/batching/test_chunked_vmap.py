@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 
 import curvax
-from helpers import MAPPED, MAPPED_BY_NAME, assert_same, derivatives, key
+from helpers import MAPPED, MAPPED_BY_NAME, assert_same, checking_leaks, derivatives, key
 
 lengths = st.integers(0, 9)
 sizes = st.one_of(st.none(), st.integers(1, 11))
@@ -26,14 +26,22 @@ def test_values_and_derivatives_equal_those_of_vmap(case, length, size, checkpoi
     assert_same(derivatives(chunked)(*args), derivatives(naive)(*args))
 
 
+TREE = MAPPED_BY_NAME["tree"]
+
+
+@functools.cache
+def three_trees():
+    """Three sets of arguments, and what an outer vmap of the naive program makes of them."""
+    args = jax.tree.map(lambda x: np.stack([x, x + 0.5, -x]), TREE.arguments(5))
+    return args, jax.vmap(derivatives(jax.vmap(TREE.fun, in_axes=(None, 0))))(*args)
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_it_composes_with_an_outer_vmap(size, checkpoint):
-    case = MAPPED_BY_NAME["tree"]
-    args = jax.tree.map(lambda x: jnp.stack([x, x + 0.5, -x]), case.arguments(5))
-    chunked = curvax.chunked_vmap(case.fun, size, in_axes=(None, 0), checkpoint=checkpoint)
-    naive = jax.vmap(case.fun, in_axes=(None, 0))
-    assert_same(jax.vmap(derivatives(chunked))(*args), jax.vmap(derivatives(naive))(*args))
+    args, expected = three_trees()
+    chunked = curvax.chunked_vmap(TREE.fun, size, in_axes=(None, 0), checkpoint=checkpoint)
+    assert_same(jax.vmap(derivatives(chunked))(*args), expected)
 
 
 @settings(max_examples=6)
@@ -209,7 +217,7 @@ def test_it_works_inside_scan_checkpoint_and_cond(wrap):
 
 
 def test_no_tracer_is_leaked():
-    with jax.checking_leaks():
+    with checking_leaks():
         jax.jit(jax.grad(lambda x: jnp.sum(curvax.chunked_vmap(jnp.sin, 2)(x))))(jnp.ones(5))
 
 

@@ -50,6 +50,7 @@ def lax_map(fun):
     return lambda w, x: jax.lax.map(functools.partial(fun, w), x, batch_size=SIZE)
 
 
+@functools.cache
 def one_chunk(fun):
     """What the function needs for a chunk by itself, with the chunk's input and output."""
     w, x = arguments(SIZE)
@@ -84,14 +85,23 @@ def gradient_of(fun):
     return lambda w, x, cotangent: jax.vjp(fun, w, x)[1](cotangent)
 
 
+def cotangent_of(fun, length):
+    return jnp.ones((length, WIDTH if fun is wide else 1), jnp.float32)
+
+
+@functools.cache
+def gradient_of_lax_map(fun, length):
+    """What the gradient needs there."""
+    return temporaries(gradient_of(lax_map(fun)), *arguments(length), cotangent_of(fun, length))
+
+
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("fun", [wide, narrow])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_gradient_needs_hardly_more_than_that_of_lax_map(name, fun, length):
-    w, x = arguments(length)
-    cotangent = jnp.ones((length, WIDTH if fun is wide else 1), jnp.float32)
-    ours = temporaries(gradient_of(MAPS[name](fun)), w, x, cotangent)
-    theirs = temporaries(gradient_of(lax_map(fun)), w, x, cotangent)
+    cotangent = cotangent_of(fun, length)
+    ours = temporaries(gradient_of(MAPS[name](fun)), *arguments(length), cotangent)
+    theirs = gradient_of_lax_map(fun, length)
     assert ours <= theirs + 4 * one_chunk(fun) + 0.1 * num_bytes(cotangent)
 
 
@@ -99,17 +109,20 @@ def test_the_gradient_needs_hardly_more_than_that_of_lax_map(name, fun, length):
 @pytest.mark.parametrize("fun", [wide, narrow])
 def test_with_checkpoint_the_gradient_holds_one_chunk(fun, length):
     w, x = arguments(length)
-    cotangent = jnp.ones((length, WIDTH if fun is wide else 1), jnp.float32)
     mapped = lambda w, x: curvax.chunked_vmap(functools.partial(fun, w), SIZE, checkpoint=True)(x)
-    assert temporaries(gradient_of(mapped), w, x, cotangent) <= 8 * one_chunk(fun)
-    assert temporaries(gradient_of(lax_map(fun)), w, x, cotangent) > 2 * num_bytes(x)
+    ours = temporaries(gradient_of(mapped), w, x, cotangent_of(fun, length))
+    assert ours <= 8 * one_chunk(fun)
+    assert gradient_of_lax_map(fun, length) > 2 * num_bytes(x)
+
+
+def outer(w, x):
+    return jnp.outer(x[:64], w[:64])
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("kind", ["SUM", "MEAN", "RUNNING_MEAN"])
 def test_a_reduction_never_holds_the_outputs_of_all_examples(kind, length):
     w, x = arguments(length)
-    outer = lambda w, x: jnp.outer(x[:64], w[:64])
     micro = curvax.micro_vmap(
         outer, (None, 0), microbatch_size=SIZE, accumulator=AccumulationType[kind]
     )

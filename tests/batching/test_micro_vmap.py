@@ -39,14 +39,16 @@ def test_values_and_derivatives_equal_vmap_then_reduce(case, length, size, kind,
     assert_same(derivatives(micro)(*args), derivatives(naive(case.fun, kind))(*args))
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", AccumulationType)
-def test_it_composes_with_an_outer_vmap(kind, order):
+def test_it_composes_with_an_outer_vmap(kind):
     case = MAPPED_BY_NAME["layer"]
-    args = jax.tree.map(lambda x: jnp.stack([x, -x]), case.arguments(5))
-    micro = curvax.micro_vmap(case.fun, (None, 0), microbatch_size=2, accumulator=kind, order=order)
+    args = jax.tree.map(lambda x: np.stack([x, -x]), case.arguments(5))
     expected = jax.vmap(derivatives(naive(case.fun, kind)))(*args)
-    assert_same(jax.vmap(derivatives(micro))(*args), expected)
+    for order in ORDERS:
+        micro = curvax.micro_vmap(
+            case.fun, (None, 0), microbatch_size=2, accumulator=kind, order=order
+        )
+        assert_same(jax.vmap(derivatives(micro))(*args), expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -13,6 +13,9 @@ from helpers import run_on_devices
 PROGRAMS = Path(__file__).with_name("sharded_programs.py")
 
 
-@pytest.mark.parametrize("part", ["auto", "explicit", "shard_map"])
-def test_sharded_inputs_give_the_numbers_of_one_device(part):
-    assert "programs agree" in run_on_devices(PROGRAMS, 8, part)
+@pytest.mark.parametrize(
+    ("choice", "count"), [("some", 27), pytest.param("all", 54, marks=pytest.mark.slow)]
+)
+def test_sharded_inputs_give_the_numbers_of_one_device(choice, count):
+    """On a mesh, whether its axes are explicit or not, and inside of `shard_map`."""
+    assert f"{count} programs agree" in run_on_devices(PROGRAMS, 8, choice)

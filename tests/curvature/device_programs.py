@@ -11,14 +11,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 import curvax
 
 jax.config.update("jax_enable_x64", True)
-KEYS = jax.random.split(jax.random.key(0), 8)
+DRAWN = np.random.default_rng(0)
 PARAMS = {
-    "w": jax.random.normal(KEYS[0], (3, 4)),
-    "b": jax.random.normal(KEYS[1], (4,)),
-    "v": jax.random.normal(KEYS[2], (4, 2)),
-    "scale": jax.random.normal(KEYS[3], (2,)),
+    "w": jnp.asarray(DRAWN.standard_normal((3, 4))),
+    "b": jnp.asarray(DRAWN.standard_normal(4)),
+    "v": jnp.asarray(DRAWN.standard_normal((4, 2))),
+    "scale": jnp.asarray(DRAWN.standard_normal(2)),
 }
-X = jax.random.normal(KEYS[4], (6, 3))
+X = jnp.asarray(DRAWN.standard_normal((6, 3)))
 
 
 def loss(params, x):
@@ -42,7 +42,7 @@ def precondition(estimator, state, mode, axis_name, params, x):
 def check(mode, check_vma, distributed):
     options = {"distributed_multiplies": distributed, "distributed_cache_updates": distributed}
     estimator = curvax.BlockDiagonalCurvature(loss, **options)
-    state = estimator.init(jax.random.key(0), (PARAMS, X), -0.5, -1, True)
+    state = jax.jit(lambda: estimator.init(jax.random.key(0), (PARAMS, X), -0.5, -1, True))()
     run = functools.partial(precondition, estimator, state, mode)
     expected = jax.jit(functools.partial(run, None))(PARAMS, X)
     mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -66,7 +66,7 @@ def check_gradients_of_all(check_vma):
 
     params, x = jnp.zeros(1), jnp.ones((6, 1))
     estimator = curvax.BlockDiagonalCurvature(generic)
-    state = estimator.init(jax.random.key(0), (params, x), None, None)
+    state = jax.jit(lambda: estimator.init(jax.random.key(0), (params, x), None, None))()
 
     def update(params, x, key):
         new = (0.0, 1.0, 3, key[0], (params, x), "d", "fisher_curvature_prop")
@@ -85,7 +85,7 @@ def check_gradients_of_all(check_vma):
 def check_whole(check_vma):
     """The whole matrix, from gradients of single examples."""
     estimator = curvax.ExplicitExactCurvature(loss)
-    state = estimator.init(jax.random.key(0), (PARAMS, X), None, None)
+    state = jax.jit(lambda: estimator.init(jax.random.key(0), (PARAMS, X), None, None))()
 
     def update(axis_name, params, x):
         new = (0.0, 1.0, len(x), jax.random.key(1), (params, x), axis_name)
@@ -93,8 +93,9 @@ def check_whole(check_vma):
 
     mesh = Mesh(np.array(jax.devices()), ("d",))
     specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-    found = jax.shard_map(functools.partial(update, "d"), mesh=mesh, **specs)(PARAMS, X)
-    np.testing.assert_allclose(found, update(None, PARAMS, X), 1e-8, 1e-10)
+    split = jax.shard_map(functools.partial(update, "d"), mesh=mesh, **specs)
+    expected = jax.jit(functools.partial(update, None))(PARAMS, X)
+    np.testing.assert_allclose(jax.jit(split)(PARAMS, X), expected, 1e-8, 1e-10)
 
 
 for check_vma in (False, True):

@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import curvax
+from curvature.cases import normal
 
 BATCH = 96
-KEYS = jax.random.split(jax.random.key(0), 4)
-PARAMS = {
-    "kernel": jax.random.normal(KEYS[0], (3, 3, 3, 8)) / 5,
-    "w": jax.random.normal(KEYS[2], (8, 4)) / 3,
-}
-X = jax.random.normal(KEYS[3], (BATCH, 12, 12, 3))
+PARAMS = {"kernel": normal(0, 3, 3, 3, 8) / 5, "w": normal(1, 8, 4) / 3}
+X = normal(2, BATCH, 12, 12, 3)
 ARGS = (PARAMS, X)
 
 

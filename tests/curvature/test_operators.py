@@ -12,15 +12,11 @@ from jax.flatten_util import ravel_pytree
 from scipy.sparse.linalg import cg
 
 import curvax
+from curvature.cases import normal
 
 BATCH = 7
-KEYS = jax.random.split(jax.random.key(3), 8)
-PARAMS = {
-    "w": jax.random.normal(KEYS[0], (3, 4)),
-    "b": jax.random.normal(KEYS[1], (4,)),
-    "v": jax.random.normal(KEYS[2], (4, 2)),
-}
-X = jax.random.normal(KEYS[3], (BATCH, 3))
+PARAMS = {"w": normal(0, 3, 4), "b": normal(1, 4), "v": normal(2, 4, 2)}
+X = normal(3, BATCH, 3)
 ARGS = (PARAMS, X)
 FLAT = ravel_pytree(PARAMS)[0]
 VECTOR = jnp.cos(jnp.arange(FLAT.size, dtype=float))
@@ -41,17 +37,27 @@ def linear(params, x):
 
 @functools.cache
 def dense():
-    jacobian = jax.jacobian(lambda p: network(ravel_pytree(PARAMS)[1](p), X))(FLAT)
-    return np.asarray(jnp.einsum("nki,nkj->ij", jacobian, jacobian) / BATCH)
+    jacobian = jax.jit(jax.jacobian(lambda p: network(ravel_pytree(PARAMS)[1](p), X)))(FLAT)
+    return np.einsum("nki,nkj->ij", jacobian, jacobian) / BATCH
 
 
 @functools.cache
 def estimated():
     estimator = curvax.BlockDiagonalCurvature(loss, default_estimation_mode="ggn_exact")
-    state = estimator.init(jax.random.key(0), ARGS, [-1, 1], None)
-    new = (0.0, 1.0, BATCH, jax.random.key(0), ARGS, None)
-    state = jax.jit(lambda: estimator.update_curvature_matrix_estimate(state, *new))()
-    return estimator, state, np.asarray(estimator.to_dense_matrix(state))
+
+    @jax.jit
+    def estimate():
+        state = estimator.init(jax.random.key(0), ARGS, [-1, 1], None)
+        new = (0.0, 1.0, BATCH, jax.random.key(0), ARGS, None)
+        state = estimator.update_curvature_matrix_estimate(state, *new)
+        return state, estimator.to_dense_matrix(state)
+
+    state, matrix = estimate()
+    return estimator, state, np.asarray(matrix)
+
+
+def product(operator):
+    return jax.jit(operator.matvec)(VECTOR)
 
 
 def exact_operator(**options):
@@ -64,7 +70,7 @@ class TestOperators:
         operator = exact_operator(matrix=matrix, identity_weight=0.3)
         assert operator.shape == (FLAT.size, FLAT.size)
         expected = dense() @ VECTOR + 0.3 * VECTOR
-        np.testing.assert_allclose(operator.matvec(VECTOR), expected, 1e-9, 1e-12)
+        np.testing.assert_allclose(product(operator), expected, 1e-9, 1e-12)
 
     def test_the_hessian_needs_not_be_positive(self):
         def with_targets(params, x):
@@ -73,8 +79,8 @@ class TestOperators:
         exact = curvax.ImplicitExactCurvature(with_targets)
         operator = curvax.as_linear_operator(exact, ARGS, matrix="hessian")
         mean = lambda p: jnp.sum((network(ravel_pytree(PARAMS)[1](p), X) - 1) ** 2) / BATCH
-        hessian = jax.hessian(mean)(FLAT)
-        np.testing.assert_allclose(operator.matvec(VECTOR), hessian @ VECTOR, 1e-8, 1e-10)
+        hessian = jax.jit(jax.hessian(mean))(FLAT)
+        np.testing.assert_allclose(product(operator), hessian @ VECTOR, 1e-8, 1e-10)
         assert not operator.is_positive
         assert lineax.is_symmetric(operator.as_lineax())
 
@@ -84,16 +90,18 @@ class TestOperators:
         operator = curvax.as_linear_operator(estimator, state, identity_weight=0.1, inverse=inverse)
         damped = matrix + 0.1 * np.eye(len(matrix))
         expected = np.linalg.solve(damped, VECTOR) if inverse else damped @ VECTOR
-        np.testing.assert_allclose(operator.matvec(VECTOR), expected, 1e-8, 1e-10)
+        np.testing.assert_allclose(product(operator), expected, 1e-8, 1e-10)
 
     def test_what_is_cached(self):
         estimator, state, matrix = estimated()
-        state = estimator.update_cache(state, 0.1, [-1, 1], None, False, None)
+        state = jax.jit(
+            lambda state: estimator.update_cache(state, 0.1, [-1, 1], None, False, None)
+        )(state)
         operator = curvax.as_linear_operator(
             estimator, state, identity_weight=0.1, inverse=True, use_cached=True
         )
         expected = np.linalg.solve(matrix + 0.1 * np.eye(len(matrix)), VECTOR)
-        np.testing.assert_allclose(operator.matvec(VECTOR), expected, 1e-8, 1e-10)
+        np.testing.assert_allclose(product(operator), expected, 1e-8, 1e-10)
 
     def test_lineax_solves_with_it(self):
         operator = exact_operator(identity_weight=0.3).as_lineax()
@@ -204,9 +212,12 @@ class TestVerification:
     def test_an_exact_estimate_has_no_error(self):
         estimator = curvax.BlockDiagonalCurvature(linear, default_estimation_mode="fisher_exact")
         args = jnp.ones((3, 2)), X
-        state = estimator.init(jax.random.key(0), args, None, None)
         new = (0.0, 1.0, BATCH, jax.random.key(0), args, None)
-        state = estimator.update_curvature_matrix_estimate(state, *new)
+        state = jax.jit(
+            lambda: estimator.update_curvature_matrix_estimate(
+                estimator.init(jax.random.key(0), args, None, None), *new
+            )
+        )()
         report = curvax.verify_curvature(estimator, state, args, jax.random.key(0))
         assert report.largest_error < 1e-9
         assert report.outside < 1e-6

@@ -11,6 +11,7 @@ import pytest
 
 import curvax
 from diffops.budgeted import PROGRAMS
+from helpers import as_users_run
 
 # It shares examples out evenly, so all sizes that make as many microbatches are one program; what
 # must not fit there is one microbatch less.
@@ -75,7 +76,7 @@ def test_no_size_much_larger_fits(name, factor):
 
 def resident(*arguments):
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    result = subprocess.run(command, env=as_users_run(), check=True, capture_output=True, text=True)
     return int(result.stdout)
 
 

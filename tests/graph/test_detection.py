@@ -53,7 +53,7 @@ class Captured:
         return list(inputs[: tag.num_outputs]), {node: list(inputs)}
 
 
-def tagged_layers(case):
+def tagged_layers(case, params, x):
     """The tags of a model: each node, the values of its operands, and the parameters it names.
 
     Operands inside of loops have an axis for each loop in front. The last says for each of these
@@ -61,9 +61,9 @@ def tagged_layers(case):
     """
     tagged = auto_register_tags(with_loss(case.f), (case.params, case.x))
     program, _ = trace_program(tagged, case.params, case.x)
-    leaves = jax.tree.leaves((case.params, case.x))
+    leaves = jax.tree.leaves((params, x))
     _, captured = run(program, leaves, Captured())
-    count = len(jax.tree.leaves(case.params))
+    count = len(jax.tree.leaves(params))
     for node, views in find_uses(program, program.inputs[:count]).explicit:
         params = [part(leaves[view.param], view.cuts) for view in views]
         yield node, captured[node], params, [bool(dim) for dim in views[0].axes.looped]
@@ -96,10 +96,19 @@ def test_the_function_is_what_it_was(case):
 @each_spelling
 def test_inputs_and_parameters_give_the_outputs(case):
     """In the order that the tag says, and with that of each loop for each of its steps."""
-    found = list(tagged_layers(case))
+
+    @jax.jit
+    def outputs(params, x):
+        layers = tagged_layers(case, params, x)
+        return [
+            (recompute(node, x, stacked, params), y.astype(jnp.float64))
+            for node, (y, x, *_), params, stacked in layers
+        ]
+
+    found = outputs(case.params, case.x)
     assert found
-    for node, (y, x, *_), params, stacked in found:
-        assert_same(recompute(node, x, stacked, params), y.astype(jnp.float64), 1e-6, 1e-6)
+    for actual, expected in found:
+        assert_same(actual, expected, 1e-6, 1e-6)
 
 
 @pytest.mark.parametrize("case", GENERIC, ids=name_of)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import curvax
-from helpers import CountTraces, assert_same, total
+from helpers import CountTraces, assert_same, checking_leaks, total
 from loops.bodies import BODIES_BY_NAME, LOOPS, each_loop
 
 LENGTH = 10
@@ -104,12 +104,16 @@ PROGRAMS = [
 ]
 
 
+@functools.cache
+def gradient_through(program, run):
+    gradient = jax.jit(jax.value_and_grad(lambda args: summed(program(run))(*args)))
+    return gradient(BODY.arguments(LENGTH))
+
+
 @each_loop
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_loops_compose(loop, program):
-    args = BODY.arguments(LENGTH)
-    gradient = lambda fun: jax.jit(jax.value_and_grad(lambda args: summed(fun)(*args)))
-    assert_same(gradient(program(loop.run))(args), gradient(program(loop.naive))(args))
+    assert_same(gradient_through(program, loop.run), gradient_through(program, loop.naive))
 
 
 @each_loop
@@ -153,7 +157,7 @@ def test_a_linear_loop_can_be_transposed(loop):
 @each_loop
 def test_no_tracer_leaks(loop):
     args = BODY.arguments(LENGTH)
-    with jax.checking_leaks():
+    with checking_leaks():
         jax.jit(jax.grad(summed(through(loop.run))))(*args)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from curvax import MemoryUsage, _compat, memory_usage
-from helpers import num_bytes
+from helpers import as_users_run, num_bytes
 
 F64 = 8
 ROWS, COLUMNS = 300, 200
@@ -225,9 +225,8 @@ RESIDENT = Path(__file__).with_name("resident_programs.py")
 @pytest.mark.parametrize("name", ["chain", "map"])
 def test_a_call_takes_the_memory_that_was_told(name):
     """Forward only: there XLA would call a library whose scratch memory is in no account."""
-    run = subprocess.run(
-        [sys.executable, str(RESIDENT), name], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(RESIDENT), name]
+    run = subprocess.run(command, env=as_users_run(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     told, taken = map(int, run.stdout.split())
     assert 100e6 < told < 400e6
