@@ -90,7 +90,7 @@ $(BIN)/python:
 $(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "==> set-up: installing curvax into $(VENV)"
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) pip
-	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[disk,plot,linear]'
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[disk,plot,linear,optax]'
 	@touch $@
 
 .PRECIOUS: $(VENV)/.group-%
