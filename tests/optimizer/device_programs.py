@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import curvax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from optimizer.problems import (  # noqa: E402
+from optimizer.problems import (
     ADAPTIVE,
     VALUES,
     loss,
