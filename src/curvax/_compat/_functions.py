@@ -18,6 +18,7 @@ __all__ = [
     "is_jitted",
     "kept_as_call",
     "trace",
+    "trace_change",
     "trace_with_constants",
     "tracing_context",
     "true_account",
@@ -39,6 +40,20 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(structure, leaves)
 
     return traced
+
+
+def trace_change(
+    fun: Callable[..., Any], state: Any
+) -> tuple[Callable[[Sequence[Any]], list[Any]], list[bool]]:
+    """`fun(state)` traced once, as a function of leaves, and which of these it changes at all."""
+    program = jax.make_jaxpr(fun)(state)
+    pairs = zip(program.jaxpr.outvars, program.jaxpr.invars, strict=True)
+    changed = [after is not before for after, before in pairs]
+
+    def traced(leaves: Sequence[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+
+    return traced, changed
 
 
 def trace_with_constants(

@@ -131,15 +131,17 @@ class Optimizer(Quantities):
         ...     prediction = curvax.register_squared_error_loss(x @ w, y)
         ...     return jnp.mean((prediction - y) ** 2)
         >>> batch = jnp.eye(4), jnp.ones((4, 1))
-        >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+        >>> optimizer = curvax.Optimizer(
+        ...     jax.value_and_grad(loss), l2_reg=0.0, estimation_mode="ggn_exact"
+        ... )
         >>> params = jnp.zeros((4, 1))
         >>> state = optimizer.init(params, jax.random.key(0), batch)
         >>> values = dict(learning_rate=1.0, momentum=0.0, damping=1e-6)
         >>> params, state, stats = optimizer.step(
         ...     params, state, jax.random.key(1), batch=batch, **values
         ... )
-        >>> print(jnp.round(loss(params, batch), 3))
-        0.0
+        >>> bool(loss(params, batch) < 1e-6)
+        True
     """
 
     State: ClassVar[Any] = OptimizerState
