@@ -1,9 +1,8 @@
 """One side of `curvature.py`: the same programs with curvax or with kfac-jax, timed when asked to.
 
 The two need different versions of JAX, so each runs in a process and an environment of its own,
-which has this file in common: the models, the data, and the programs. It imports nothing else of
-ours, and what it calls has the same name in both libraries. It answers each line of its input with
-one line of JSON:
+which has this file and `_models.py` in common: the programs, the models and the data. What it calls
+has the same name in both libraries. It answers each line of its input with one line of JSON:
 
 - `ready`: nothing, once all is imported and the estimator is made;
 - `compile`: compiles the programs and says how long that took, and what blocks there are;
@@ -13,7 +12,6 @@ one line of JSON:
 
 import importlib
 import inspect
-import itertools
 import json
 import sys
 import time
@@ -21,91 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from _models import MODELS, Model
 
 OLD, NEW, DAMPING = 0.95, 0.05, 1e-2
-
-Model = tuple[Callable[..., Any], Any, Any]
-"""A loss as a function of parameters and a batch, and these two."""
-
-
-def autoencoder(library: Any, small: bool) -> Model:
-    """The deep autoencoder that K-FAC was introduced with; 500 images of 784 pixels."""
-    widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
-    if small:
-        widths = [64, 48, 16, 48, 64]
-    draw = np.random.default_rng(0)
-    params = [dense(draw, *pair) for pair in itertools.pairwise(widths)]
-    images = draw.uniform(size=(50 if small else 500, widths[0])) > 0.8
-
-    def loss(params: Any, images: Any) -> Any:
-        x = images
-        for number, p in enumerate(params):
-            x = (jnp.tanh(x) if number else x) @ p["weight"] + p["bias"]
-        library.register_sigmoid_cross_entropy_loss(x, images)
-        return jnp.mean(jnp.sum(jnp.logaddexp(x, 0.0) - images * x, axis=1))
-
-    return loss, params, images.astype(np.float32)
-
-
-def resnet(library: Any, small: bool) -> Model:
-    """A ResNet of three stages with two blocks each, for 64 images of 32 by 32 pixels."""
-    widths = [4, 8] if small else [16, 32, 64]
-    draw = np.random.default_rng(0)
-    stages = []
-    for before, width in zip([widths[0], *widths[:-1]], widths, strict=True):
-        first = {"one": kernel(draw, 3, before, width), "two": kernel(draw, 3, width, width)}
-        if before != width:
-            first["beside"] = kernel(draw, 1, before, width)
-        last = {"one": kernel(draw, 3, width, width), "two": kernel(draw, 3, width, width)}
-        stages.append([first, last])
-    stem, head = kernel(draw, 3, 3, widths[0]), dense(draw, widths[-1], 10)
-    params = {"stem": stem, "stages": stages, "head": head}
-    number, size = (8, 8) if small else (64, 32)
-    images = draw.normal(size=(number, size, size, 3)).astype(np.float32)
-    classes = draw.integers(10, size=number).astype(np.int32)
-
-    def conv(p: Any, x: Any, stride: int = 1) -> Any:
-        numbers = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(
-            x, p["weight"], (stride, stride), "SAME", dimension_numbers=numbers
-        )
-        return y + p["bias"]
-
-    def block(p: Any, x: Any) -> Any:
-        stride = 2 if "beside" in p else 1
-        y = conv(p["two"], jax.nn.relu(conv(p["one"], x, stride)))
-        return jax.nn.relu(y + (conv(p["beside"], x, stride) if "beside" in p else x))
-
-    def loss(params: Any, batch: Any) -> Any:
-        images, classes = batch
-        x = jax.nn.relu(conv(params["stem"], images))
-        for stage in params["stages"]:
-            for p in stage:
-                x = block(p, x)
-        p = params["head"]
-        logits = jnp.mean(x, axis=(1, 2)) @ p["weight"] + p["bias"]
-        library.register_softmax_cross_entropy_loss(logits, classes)
-        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(classes)), classes])
-
-    return loss, params, (images, classes)
-
-
-def dense(draw: Any, inputs: int, outputs: int) -> Any:
-    """Weights and a bias that keep the size of what goes through them."""
-    weight = draw.normal(size=(inputs, outputs)) / inputs**0.5
-    return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
-
-
-def kernel(draw: Any, size: int, inputs: int, outputs: int) -> Any:
-    """A square kernel and a bias, of half the size so that residual blocks add little."""
-    weight = draw.normal(size=(size, size, inputs, outputs)) / (2 * size**2 * inputs) ** 0.5
-    return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
-
-
-MODELS = {"autoencoder": autoencoder, "resnet": resnet}
 
 
 class Side:
