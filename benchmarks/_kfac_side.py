@@ -102,7 +102,7 @@ class Kfac:
         kfac-jax compiles its steps by itself and asks not to compile them as a part of something
         else, so there is no public way to its program.
         """
-        from curvax.optimizer._step import Given
+        from curvax.optimizer._rules import Given
 
         algorithm = self.optimizer.finalize(self.params, self.key, self.batch)
 

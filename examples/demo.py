@@ -4,9 +4,10 @@ import time
 
 import jax
 
-from examples import error_bars, particles, telescope, tsunami
+from examples import digits, error_bars, particles, telescope, tsunami
 
 PARTS = (
+    ("An autoencoder that trains in fewer steps", digits.run),
     ("A telescope that sees its own faults", telescope.run),
     ("Particles that stay private", particles.run),
     ("A wave traced back to its source", tsunami.run),

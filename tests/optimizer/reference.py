@@ -175,9 +175,10 @@ class Reference:
             rho = (new_loss - loss) / change
             self.stats |= {"rho": rho, "new_loss": new_loss, "quad_model_change": change}
             factor = self.damping_adaptation_decay**self.damping_adaptation_interval
-            if rho > self.damping_upper_threshold:
+            is_bad = rho < self.damping_lower_threshold if change < 0 else new_loss > loss
+            if change < 0 and rho > self.damping_upper_threshold:
                 self.damping *= factor
-            elif rho < self.damping_lower_threshold:
+            elif is_bad:
                 self.damping /= factor
             self.damping = min(max(self.damping, self.min_damping), self.max_damping)
         self.velocities = update

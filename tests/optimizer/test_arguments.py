@@ -62,7 +62,7 @@ def test_arguments_that_make_no_sense_are_named(message):
 
 
 def test_the_function_must_be_one(unchecked):
-    with pytest.raises(TypeError, match=r"such as jax.value_and_grad\(loss\), got float"):
+    with pytest.raises(TypeError, match=r"got float 1\.0\. Give jax\.value_and_grad\(loss\)"):
         curvax.Optimizer(1.0, 0.0)
 
 

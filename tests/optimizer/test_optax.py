@@ -148,9 +148,7 @@ def test_what_is_missing_or_wrong_is_said():
             transformation.update(gradient, state, batch=batch)
         with pytest.raises(ValueError, match="update needs the batch"):
             transformation.update(gradient, state, params)
-    with pytest.raises(
-        TypeError, match=r"norm_constraint are not about the curvature.*curvax\.kfac"
-    ):
+    with pytest.raises(TypeError, match=r"not about the curvature: norm_constraint.*curvax\.kfac"):
         curvax.scale_by_kfac(loss, batch, norm_constraint=1.0)
     with pytest.raises(ValueError, match="give learning_rate, or use_adaptive_learning_rate"):
         curvax.kfac(loss, batch)

@@ -15,6 +15,7 @@ __all__ = [
     "call_key",
     "default_device",
     "has_effects",
+    "is_bound",
     "is_jitted",
     "kept_as_call",
     "trace",
@@ -104,6 +105,15 @@ def true_account(platform: str) -> dict[str, Any]:
     except Exception:  # noqa: BLE001  Which one it is depends on the version.
         return {}
     return options
+
+
+def is_bound(axis_name: str) -> bool:
+    """Whether there is a mapped axis of this name around."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
 
 
 def kept_as_call(outputs: Any) -> Any:

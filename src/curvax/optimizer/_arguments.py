@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
+from curvax import _compat
 from curvax._checks import check_size
+from curvax.batching import microbatch
 from curvax.curvature import check_mode
 
 __all__ = ["check_arguments"]
@@ -14,19 +19,38 @@ _WHERE = "curvax.Optimizer"
 def check_arguments(given: Mapping[str, Any]) -> None:
     """The arguments of the constructor, by name, make sense on their own and together."""
     for name in _COUNTS:
-        check_size(name, given[name], _WHERE)
+        if check_size(name, given[name], _WHERE) is None:
+            raise TypeError(f"{_WHERE}: {name} must be a Python integer, got None.")
     for name, (is_right, expected) in _NUMBERS.items():
-        if given[name] is not None and not is_right(given[name]):
-            raise ValueError(f"{_WHERE}: {name} must be {expected}, got {given[name]}.")
+        _check_number(name, given[name], is_right, expected)
+    for name in _FUNCTIONS:
+        if not (callable(given[name]) or (given[name] is None and name in _OPTIONAL)):
+            raise TypeError(
+                f"{_WHERE}: {name} must be a function, got {type(given[name]).__name__} "
+                f"{given[name]!r}.{_HINTS.get(name, '')}"
+            )
+    for name in _SEQUENCES:
+        if isinstance(given[name], str):
+            raise TypeError(
+                f"{_WHERE}: {name} must be a sequence of strings, got the string {given[name]!r}. "
+                f"Write ({given[name]!r},)."
+            )
     for is_wrong, message in _CONTRADICTIONS:
         if is_wrong(given):
             raise ValueError(f"{_WHERE}: {message.format(**given)}")
     check_mode(given["estimation_mode"])
-    if not callable(given["value_and_grad_func"]):
-        raise TypeError(
-            f"{_WHERE}: value_and_grad_func must be a function, such as jax.value_and_grad(loss), "
-            f"got {type(given['value_and_grad_func']).__name__}."
-        )
+    sizes = {name: given[name] for name in ("microbatch_size", "memory_budget")}
+    microbatch(len, 0, **sizes)  # A wrong size or budget is an error here.
+
+
+def _check_number(name: str, value: Any, is_right: Any, expected: str) -> None:
+    if (value is None and name in _OPTIONAL) or _compat.is_tracer(value):
+        return
+    is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    if not is_number or np.ndim(value) or isinstance(value, bool):
+        raise TypeError(f"{_WHERE}: {name} must be a number, got {value!r}.")
+    if not is_right(value):
+        raise ValueError(f"{_WHERE}: {name} must be {expected}, got {value}.")
 
 
 _COUNTS = (
@@ -42,10 +66,51 @@ _NUMBERS: dict[str, Any] = {
     "min_damping": (lambda x: x >= 0, "zero or more"),
     "damping_adaptation_decay": (lambda x: 0 < x <= 1, "above zero and at most one"),
     "norm_constraint": (lambda x: x > 0, "positive"),
-    "num_burnin_steps": (lambda x: x == int(x) >= 0, "a number of steps, zero or more"),
+    "max_damping": (lambda x: x > 0, "positive"),
+    "damping_lower_threshold": (lambda x: x == x, "a number"),
+    "damping_upper_threshold": (lambda x: x == x, "a number"),
+    "precon_power": (lambda x: x == x, "a number"),
+    "num_burnin_steps": (
+        lambda x: isinstance(x, int) and x >= 0,
+        "a number of steps, an integer of zero or more",
+    ),
     "curvature_ema": (lambda x: 0 <= x <= 1, "between zero and one"),
     "reject_damping_increase_factor": (lambda x: x >= 1, "at least one"),
 }
+
+_OPTIONAL = {
+    "initial_damping",
+    "norm_constraint",
+    "learning_rate_schedule",
+    "momentum_schedule",
+    "damping_schedule",
+    "batch_process_func",
+    "value_func_for_estimator",
+}
+"""What may be None."""
+
+_FUNCTIONS = (
+    "value_and_grad_func",
+    "learning_rate_schedule",
+    "momentum_schedule",
+    "damping_schedule",
+    "batch_process_func",
+    "batch_size_extractor",
+    "value_func_for_estimator",
+)
+
+_HINTS = {
+    "value_and_grad_func": " Give jax.value_and_grad(loss), for example.",
+    "learning_rate_schedule": " For a constant, give learning_rate to step.",
+    "momentum_schedule": " For a constant, give momentum to step.",
+    "damping_schedule": " For a constant, give damping to step.",
+}
+
+_SEQUENCES = (
+    "patterns_to_skip",
+    "modifiable_attribute_exceptions",
+    "regularized_parameters_path_exclusions",
+)
 
 _CONTRADICTIONS: tuple[Any, ...] = (
     (

@@ -8,8 +8,8 @@ from curvax.curvature import BlockDiagonalCurvature, ImplicitExactCurvature
 from curvax.optimizer._arguments import check_arguments
 from curvax.optimizer._function import ValueFunction
 from curvax.optimizer._preconditioner import L2, Preconditioner, Schedules
-from curvax.optimizer._rules import LevenbergMarquardt, Rules, rule_of
-from curvax.optimizer._step import Algorithm, Options
+from curvax.optimizer._rules import LevenbergMarquardt, Options, Rules, rule_of
+from curvax.optimizer._step import Algorithm
 
 __all__ = ["Settings", "algorithm_of", "settings_of"]
 

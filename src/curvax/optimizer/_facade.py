@@ -6,7 +6,8 @@ from typing import Any
 from curvax._types import Array, PyTree
 from curvax.optimizer._construction import Settings, algorithm_of, settings_of
 from curvax.optimizer._programs import Programs
-from curvax.optimizer._step import Algorithm, Given
+from curvax.optimizer._rules import Given
+from curvax.optimizer._step import Algorithm
 
 __all__ = ["Facade"]
 
@@ -25,8 +26,8 @@ class Facade:
     _made: Algorithm | None
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
-        self.__dict__.update(_given=dict(given), _where=where)
-        self._set_up()
+        self.__dict__["_where"] = where
+        self._set_up(dict(given))
 
     def __getattr__(self, name: str) -> Any:
         given = self.__dict__.get("_given", {})
@@ -35,7 +36,10 @@ class Facade:
         return given[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        given = self._given
+        given = self.__dict__.get("_given")
+        if given is None:  # A class that extends this one, before it calls `__init__`.
+            object.__setattr__(self, name, value)
+            return
         is_forbidden = given["forbid_setting_attributes_after_finalize"]
         exceptions = given["modifiable_attribute_exceptions"]
         if self._made is not None and is_forbidden and name not in exceptions:
@@ -45,8 +49,7 @@ class Facade:
                 f"forbid_setting_attributes_after_finalize=False."
             )
         if name in given:
-            given[name] = value
-            self._set_up()
+            self._set_up({**given, name: value})
         else:
             object.__setattr__(self, name, value)
 
@@ -99,8 +102,8 @@ class Facade:
         ):
             rule.check(value)
 
-    def _set_up(self) -> None:
-        settings = settings_of(self._given)
-        is_compiled, is_donating = not self._given["debug"], self._given["donate_buffers"]
-        programs = Programs(is_compiled, is_donating, self._axis)
-        self.__dict__.update(_settings=settings, _programs=programs, _made=None)
+    def _set_up(self, given: dict[str, Any]) -> None:
+        settings = settings_of(given)
+        self.__dict__.update(_given=given, _settings=settings, _made=None)
+        is_compiled, is_donating = not given["debug"], given["donate_buffers"]
+        self.__dict__["_programs"] = Programs(is_compiled, is_donating, self._axis)

@@ -13,7 +13,12 @@ from tqdm.auto import tqdm
 
 from curvax._types import Array, PyTree
 
-__all__ = ["Callback", "fit"]
+__all__ = ["Callback", "NoMoreBatches", "fit"]
+
+
+class NoMoreBatches(ValueError):
+    """An iterator ended."""
+
 
 Callback = Callable[[PyTree, Any, dict[str, Any]], Any]
 """Called after a step with parameters, state and statistics; True ends the training."""
@@ -38,27 +43,31 @@ def fit(
     params, state, func_state = carried
     batches = iter(data_iterator)
     stats: dict[str, Any] = {}
+    returned = lambda: (params, state, *((func_state,) if has_state else ()), stats)
     with _Interrupts() as interrupts, _Bar(num_steps, progress) as bar:
         for number in range(num_steps):
-            key = jax.random.fold_in(rng, number)
-            # The first step may need several batches.
+            key = jax.random.fold_in(rng, state.step_counter)
             named = {"func_state": func_state} if has_state else {}
             try:
                 found = step(params, state, key, data_iterator=batches, **named)
-            except StopIteration:
+                params, state, *rest, stats = found
+                func_state = rest[0] if has_state else None
+                bar.show(stats)
+                wants_end = callback is not None and callback(params, state, stats)
+            except NoMoreBatches as error:
                 warnings.warn(
                     f"curvax.Optimizer.fit: data_iterator ended after {number} of {num_steps} "
-                    f"steps; for more epochs, give an iterator that goes on.",
+                    f"steps ({error}) For more epochs, give an iterator that goes on.",
                     stacklevel=3,
                 )
                 break
-            params, state, *rest, stats = found
-            func_state = rest[0] if has_state else None
-            bar.show(stats)
-            wants_end = callback is not None and callback(params, state, stats) is True
-            if wants_end or interrupts.asked:
+            except Exception as error:
+                # What the caller had is gone, as its buffers were used.
+                error.reached = returned()  # pyright: ignore[reportAttributeAccessIssue]
+                raise
+            if interrupts.asked or (wants_end is not None and bool(wants_end)):
                 break
-    return (params, state, func_state, stats) if has_state else (params, state, stats)
+    return returned()
 
 
 class _Bar:

@@ -1,5 +1,6 @@
 """The user's function: how it is called, what it returns, and where its losses are registered."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, Accumulator, microbatch
-from curvax.curvature import axes_of
+from curvax.curvature import axes_of, length_of
 from curvax.graph import registers_loss
 
-__all__ = ["Evaluation", "ValueFunction"]
+__all__ = ["Evaluation", "ValueFunction", "is_by_example"]
 
 _WHERE = "curvax.Optimizer"
 
@@ -66,7 +67,7 @@ class ValueFunction:
         run = microbatch(
             self._at_once,
             argnums=(batch,),
-            accumulator=jax.tree.map(_accumulator, shapes),
+            accumulator=_accumulators(shapes, length_of(func_args[batch])),
             in_axes=[axes_of(func_args[batch])],
             microbatch_size=self.microbatch_size,
             memory_budget=self.memory_budget,
@@ -134,12 +135,14 @@ class ValueFunction:
         """
         if given is not None:
             return given
-        func: Callable[..., Any] | None = getattr(self.value_and_grad, "__wrapped__", None)
+        found = self.value_and_grad
+        func: Callable[..., Any] | None = getattr(found, "__wrapped__", None)
         while func is not None:
-            if registers_loss(func, func_args):
-                return func
+            # The innermost, as a gradient may compute what is checkpointed twice, losses included.
+            if _takes(func, func_args) and registers_loss(func, func_args):
+                found = func
             func = getattr(func, "__wrapped__", None)
-        return self.value_and_grad
+        return found
 
 
 _LAST = Accumulator(
@@ -151,12 +154,40 @@ _LAST = Accumulator(
 )
 
 
-def _accumulator(like: Any) -> AccumulationType | Accumulator:
-    """Means over microbatches, each of which counts as many times as it has examples.
+def _accumulators(shapes: Evaluation, length: int) -> Any:
+    """How what the function returns for microbatches is put together.
 
-    Of what has no mean, such as numbers of steps, the last.
+    Means, each microbatch counting as many times as it has examples. Of a state that has no mean,
+    such as a number of steps, the last. In `aux`, what has a row for each example is concatenated,
+    and whole numbers are summed.
     """
-    return AccumulationType.MEAN if jnp.issubdtype(like.dtype, jnp.inexact) else _LAST
+    mean: Any = AccumulationType.MEAN
+
+    def of_state(like: Any) -> AccumulationType | Accumulator:
+        return mean if jnp.issubdtype(like.dtype, jnp.inexact) else _LAST
+
+    def of_aux(like: Any) -> AccumulationType:
+        if is_by_example(like, length):
+            return AccumulationType.CONCAT
+        return mean if jnp.issubdtype(like.dtype, jnp.inexact) else AccumulationType.SUM
+
+    return Evaluation(
+        mean, jax.tree.map(of_state, shapes.func_state), jax.tree.map(of_aux, shapes.aux), mean
+    )
+
+
+def is_by_example(like: Any, length: int) -> bool:
+    """Whether an array has a row for each of so many examples."""
+    return like.ndim > 0 and like.shape[0] == length
+
+
+def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:
+    """Whether a function can be called with these arguments, as far as it tells."""
+    try:
+        inspect.signature(func).bind(*func_args)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _described(value: Any) -> str:

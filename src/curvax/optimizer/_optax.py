@@ -14,9 +14,9 @@ from curvax._types import Array, Fun, PyTree
 from curvax.linalg import all_finite
 from curvax.optimizer._function import Evaluation
 from curvax.optimizer._optimizer import Optimizer
-from curvax.optimizer._rules import Schedule
+from curvax.optimizer._rules import Given, Schedule
 from curvax.optimizer._state import OptimizerState
-from curvax.optimizer._step import Algorithm, Given
+from curvax.optimizer._step import Algorithm
 from curvax.optimizer._vectors import number_type, selected
 
 __all__ = ["KFACState", "ScaleByKFACState", "kfac", "scale_by_kfac"]
@@ -103,12 +103,19 @@ def kfac(
             options[f"{name}_schedule"] = value if callable(value) else _constant(value)
         elif not options.get(f"use_adaptive_{name}"):
             raise ValueError(f"curvax.kfac: give {name}, or use_adaptive_{name}=True.")
+    if learning_rate is not None and options.get("use_adaptive_learning_rate"):
+        raise ValueError(
+            "curvax.kfac: learning_rate and use_adaptive_learning_rate=True contradict each other; "
+            "give one of them."
+        )
+    _check_options(options, _NOT_OF_OPTAX, "curvax.kfac")
     problem = _Problem(loss_fn, example_batch, example_params, axis_name, options, "curvax.kfac")
 
     def init(params: PyTree) -> KFACState:
         rng, own = jax.random.split(jax.random.key(seed))
         frozen = problem.frozen(params, example_params)
-        state = problem.algorithm(params, frozen, own).init(params, own, example_batch, frozen)
+        batch = problem.processed(example_batch)
+        state = problem.algorithm(params, frozen, own).init(params, own, batch, frozen)
         return KFACState(state, jax.random.key_data(rng))
 
     def update(
@@ -125,13 +132,15 @@ def kfac(
         rng, own = jax.random.split(jax.random.wrap_key_data(state.rng))
         frozen = problem.frozen(params, full_params)
         algorithm = problem.algorithm(params, frozen, own)
+        batch = problem.processed(batch)
         func_args = problem.arguments(params, frozen, batch)
+        before = algorithm.burnt_in(params, state.optimizer, own, batch, frozen)
         if value is None and algorithm.needs_loss:
             value = algorithm.loss(func_args)
         loss = jnp.asarray(0.0 if value is None else value, number_type(updates))
         found = Evaluation(loss, None, None, updates)
         size = algorithm.batch_size_extractor(batch)
-        change, after, _ = algorithm.advance(state.optimizer, found, func_args, size, own, Given())
+        change, after, _ = algorithm.advance(before, found, func_args, size, own, Given())
         return change, KFACState(after, jax.random.key_data(rng))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -187,7 +196,7 @@ def scale_by_kfac(
     wrong = sorted(set(options) - _OF_CURVATURE)
     if wrong:
         raise TypeError(
-            f"{where}: {', '.join(wrong)} are not about the curvature. Chain other transformations "
+            f"{where}: not about the curvature: {', '.join(wrong)}. Chain other transformations "
             f"for that, or use curvax.kfac. The options are {', '.join(sorted(_OF_CURVATURE))}."
         )
     schedule = damping if callable(damping) else _constant(damping)
@@ -198,8 +207,9 @@ def scale_by_kfac(
         frozen = problem.frozen(params, example_params)
         preconditioner = problem.algorithm(params, frozen, own).preconditioner
         state = preconditioner.init(own, problem.arguments(params, frozen, example_batch))
-        zero = jnp.zeros((), jnp.int32)
-        return ScaleByKFACState(state, zero, zero, jnp.ones((), bool), jax.random.key_data(rng))
+        count, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        is_stale = jnp.ones((), bool)
+        return ScaleByKFACState(state, count, skipped, is_stale, jax.random.key_data(rng))
 
     def update(
         updates: PyTree,
@@ -258,6 +268,32 @@ _OF_CURVATURE = {
 }
 
 
+_NOT_OF_OPTAX = {
+    "value_func_has_aux",
+    "value_func_has_state",
+    "value_func_has_rng",
+    "value_func_for_estimator",
+    "multi_device",
+    "pmap_axis_name",
+    "debug",
+    "forbid_setting_attributes_after_finalize",
+    "modifiable_attribute_exceptions",
+    "include_norms_in_stats",
+    "include_per_param_norms_in_stats",
+    "include_registered_loss_in_stats",
+    "donate_buffers",
+}
+
+
+def _check_options(options: dict[str, Any], excluded: set[str], where: str) -> None:
+    wrong = sorted(set(options) & excluded)
+    if wrong:
+        raise TypeError(
+            f"{where}: these options of Optimizer mean nothing here: {', '.join(wrong)}. There are "
+            f"no statistics, and the caller compiles; devices are named by axis_name."
+        )
+
+
 class _Problem:
     """A loss, with the algorithm for it, which is made when it is first asked for."""
 
@@ -280,9 +316,14 @@ class _Problem:
         self._example_batch, self._example_params = example_batch, example_params
         self._where = where
 
+    def processed(self, batch: PyTree) -> PyTree:
+        """A batch as the function shall see it."""
+        process = self._optimizer.batch_process_func
+        return batch if process is None or batch is None else process(batch)
+
     def algorithm(self, params: PyTree, frozen: PyTree, rng: Array) -> Algorithm:
         """The algorithm for these parameters."""
-        return self._optimizer.finalize(params, rng, self._example_batch, frozen)
+        return self._optimizer.finalize(params, rng, self.processed(self._example_batch), frozen)
 
     def arguments(self, params: PyTree, frozen: PyTree, batch: PyTree) -> Sequence[PyTree]:
         """The arguments of the function."""

@@ -1,7 +1,7 @@
 """`Optimizer`: K-FAC, as an object that compiles the pure step and looks after its arguments."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature import default_batch_size_extractor
-from curvax.optimizer._fit import Callback, fit
+from curvax.optimizer._fit import Callback, NoMoreBatches, fit
+from curvax.optimizer._programs import check_alive
 from curvax.optimizer._quantities import Quantities
-from curvax.optimizer._rules import Schedule
+from curvax.optimizer._rules import Given, Schedule
 from curvax.optimizer._state import OptimizerState
-from curvax.optimizer._step import Given
+from curvax.optimizer._step import burnin_key
 from curvax.optimizer._vectors import number_type
 
 __all__ = ["Optimizer"]
@@ -35,8 +36,9 @@ class Optimizer(Quantities):
     else in what `jax.value_and_grad` was applied to; else in `value_and_grad_func` itself, as with
     a `jax.custom_jvp` whose rule registers.
 
-    A step for which the loss, the gradient or the update is not finite is skipped: parameters,
-    curvature and the state of the function stay as they are, and the damping rises for a while.
+    A step for which the loss, the gradient or the update is not finite is skipped: parameters and
+    the state of the function stay as they are, and the damping rises for a while. So does the
+    curvature, if the loss or the gradient is not finite.
 
     `step` returns statistics: `step`, `batch_size`, `data_seen`, `loss`, `learning_rate`,
     `momentum`, `damping`; `rho`, `new_loss` and `quad_model_change`, the ratio of the change of the
@@ -111,9 +113,12 @@ class Optimizer(Quantities):
             registers the losses.
         include_registered_loss_in_stats: whether the mean of the registered losses is there.
         regularized_parameters_path_exclusions: regular expressions. Parameters in whose paths
-            (such as `['layer']['bias']`) one is found are not regularised.
+            (such as `['layer']['bias']`) one is found are not regularised. In the preconditioner
+            that counts for layers none of whose parameters are.
         strict_registration: whether a parameter outside of known kinds of layers is an error.
-        microbatch_size: how many examples to take at a time, for gradient and curvature.
+        microbatch_size: how many examples to take at a time, for gradient and curvature. In `aux`,
+            numbers are then averaged, whole numbers summed, and rows of examples concatenated. All
+            microbatches get the same `rng`.
         memory_budget: how much memory each of these may use; the size is chosen accordingly.
         stagger_inverses: whether each step computes the inverses of its share of layers, so that
             steps take about the same time.
@@ -256,18 +261,18 @@ class Optimizer(Quantities):
         """
         batches = iter(data_iterator)
         for number in range(num_steps):
-            key = jax.random.fold_in(rng, number)
             try:
                 batch = self._processed(next(batches))
             except StopIteration:
-                raise ValueError(
+                raise NoMoreBatches(
                     f"{_WHERE}: data_iterator ended after {number} of {num_steps} updates before "
                     f"the first step. Give one that goes on, or fewer num_burnin_steps."
                 ) from None
             burnin = self.finalize(params, rng, batch, func_state).burnin
-            state = self._programs.run(
-                "burnin", burnin, (params, state, key, batch, func_state), replaced=(1,), batch=3
-            )
+            args = (params, state, burnin_key(rng, number), batch, func_state)
+            # The caller's own state is not given away: an error must not lose it.
+            name, replaced = ("burnin", (1,)) if number else ("first burnin", ())
+            state = self._programs.run(name, burnin, args, replaced, batch=3)
         return state, func_state
 
     def step(
@@ -275,7 +280,7 @@ class Optimizer(Quantities):
         params: PyTree,
         state: OptimizerState,
         rng: Array,
-        data_iterator: Iterator[PyTree] | None = None,
+        data_iterator: Iterable[PyTree] | None = None,
         batch: PyTree = None,
         func_state: PyTree = None,
         learning_rate: Any = None,
@@ -287,10 +292,8 @@ class Optimizer(Quantities):
 
         The first one burns in: it updates the curvature `num_burnin_steps` times before, with
         batches from the iterator, or else with the given batch again and again.
-
-        Called in the ordinary way it is compiled, and the buffers of `params`, `state` and
-        `func_state` are donated: they are gone afterwards. Inside of a function that is being
-        traced, by `jax.jit` or `jax.lax.scan`, it becomes part of that.
+        It is compiled, and the buffers of `params`, `state` and `func_state` are donated: they are
+        gone afterwards. Inside of a function that is being traced it becomes part of that.
 
         Arguments:
             params: the parameters.
@@ -314,6 +317,7 @@ class Optimizer(Quantities):
         """
         given = _as_arrays(Given(learning_rate, momentum, damping), params)
         self._check_given(given)
+        check_alive((params, state, func_state))
         is_traced = _is_traced((params, state, rng, batch, func_state, given))
         if is_traced and batch is None:
             raise ValueError(f"{_WHERE}: inside of a traced function, give step a batch.")
@@ -324,15 +328,18 @@ class Optimizer(Quantities):
         if is_traced:
             batch = self._processed(batch)
             step = self.finalize(params, rng, batch, func_state).step
-            return self._returned(step(params, state, rng, batch, func_state, given))
+            args = (params, state, rng, batch, func_state, given)
+            return self._returned(self._programs.traced(step, args, batch=3))
         count = self.verify_args_and_get_step_counter(
             self._counter(state), *given, global_step_int=global_step_int
         )
-        batches = itertools.repeat(batch) if data_iterator is None else data_iterator
+        batches = itertools.repeat(batch) if data_iterator is None else iter(data_iterator)
         if count == 0 and self.num_burnin_steps:
-            rng, own = jax.random.split(rng)
-            state, _ = self.burnin(self.num_burnin_steps, params, state, own, batches, func_state)
-        batch = self._processed(next(batches))
+            state, _ = self.burnin(self.num_burnin_steps, params, state, rng, batches, func_state)
+        try:
+            batch = self._processed(next(batches))
+        except StopIteration:
+            raise NoMoreBatches(f"{_WHERE}: data_iterator has no more batches.") from None
         algorithm = self.finalize(params, rng, batch, func_state)
         step = lambda *args: algorithm.step(*args, has_burnin=False)
         args = (params, state, rng, batch, func_state, given)
@@ -364,7 +371,8 @@ class Optimizer(Quantities):
             data_iterator: batches. If there are too few, it ends early, with a warning.
             num_steps: how many steps.
             callback: called after each step as `callback(params, state, stats)`. What it is given
-                lives until the next step only. It ends the training by returning True.
+                lives until the next step only. It ends the training by returning something true. If
+                it raises an error, that has what was reached as its attribute `reached`.
             progress: whether to show a bar with the loss, the damping and the time of a step.
             func_state: the state of the function, if it has one.
             learning_rate: as in `step`, for all steps.
@@ -398,6 +406,12 @@ class Optimizer(Quantities):
 def _as_arrays(given: Given, params: PyTree) -> Given:
     """Numbers as arrays of one type, so that it does not matter how they were written."""
     dtype = number_type(params)
+    for name, value in given._asdict().items():
+        if value is not None and jnp.shape(value):
+            raise ValueError(
+                f"{_WHERE}: {name} is one number, got an array of shape {jnp.shape(value)}. With "
+                f"several devices, too, it is given once."
+            )
     return Given(*(None if x is None else jnp.asarray(x, dtype) for x in given))
 
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from curvax import _compat
 from curvax._types import PyTree
 from curvax.curvature import axes_of, length_of
 
-__all__ = ["Programs"]
+__all__ = ["Programs", "check_alive"]
 
 
 class Programs:
@@ -50,6 +51,12 @@ class Programs:
         args = [jax.tree.map(_strong, x) if k in replaced else x for k, x in enumerate(args)]
         return self._known[key](*_without_aliases(args, donated))
 
+    def traced(self, fun: Callable[..., Any], args: Sequence[Any], batch: int) -> Any:
+        """As `run`, inside of a trace: on all devices, unless it is there already."""
+        if self._axis is None or not self._is_compiled or _compat.is_bound(self._axis):
+            return fun(*args)
+        return self._on_devices(fun, self._specs(args, batch))(*args)
+
     def _specs(self, args: Sequence[Any], batch: int) -> tuple[Any, ...]:
         """How the arguments are split among devices: the batch is, by examples."""
         _check_divisible(args[batch], len(jax.devices()))
@@ -86,6 +93,18 @@ def _strong(leaf: Any) -> Any:
     """
     is_weak = isinstance(leaf, float) or getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, jnp.result_type(leaf)) if is_weak else leaf
+
+
+def check_alive(tree: PyTree) -> None:
+    """No array was given away before."""
+    leaves = jax.tree.leaves(tree)
+    if any(
+        isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.is_deleted() for x in leaves
+    ):
+        raise ValueError(
+            "curvax.Optimizer: params or state were given to a step before, which took over their "
+            "buffers. Go on with what that step returned; or say donate_buffers=False."
+        )
 
 
 def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:

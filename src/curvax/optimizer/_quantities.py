@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from curvax._types import Array, PyTree
 from curvax.curvature import BlockDiagonalCurvature
 from curvax.optimizer._facade import Facade
+from curvax.optimizer._rules import Given
 from curvax.optimizer._state import OptimizerState
-from curvax.optimizer._step import Given
 
 __all__ = ["Quantities"]
 
@@ -77,7 +77,7 @@ class Quantities(Facade):
 
     def compute_loss_value(self, func_args: Sequence[PyTree]) -> Array:
         """The loss, for arguments of `value_and_grad_func`."""
-        return self._for_args(func_args).loss(func_args)
+        return self._for_args(func_args).on_one_device.loss(func_args)
 
     def compute_l2_quad_matrix(self, vectors: Sequence[PyTree]) -> Array:
         """The matrix of `vᵢᵀ L2 vⱼ`, where L2 is the curvature of the regulariser.
@@ -115,12 +115,12 @@ class Quantities(Facade):
                 f"{self._where}: compute_exact_quad_model needs func_args, the arguments of "
                 f"value_and_grad_func: the exact curvature depends on them."
             )
-        model = self._for_args(func_args).exact_model(vectors, grads, func_args)
+        model = self._for_args(func_args).on_one_device.exact_model(vectors, grads, func_args)
         return model.curvature, model.identity, model.gradient
 
     def compute_approx_quad_model(
         self, state: OptimizerState, vectors: Sequence[PyTree], grads: PyTree
     ) -> tuple[Array, Array, Array]:
         """As `compute_exact_quad_model`, with the estimate of the curvature in a state."""
-        model = self._algorithm.approx_model(state, vectors, grads)
+        model = self._algorithm.on_one_device.approx_model(state, vectors, grads)
         return model.curvature, model.identity, model.gradient

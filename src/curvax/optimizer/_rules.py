@@ -1,8 +1,11 @@
-"""Rules for learning rate, momentum and damping: given in each call, scheduled, or adaptive."""
+"""Rules for learning rate, momentum and damping: given in each call, scheduled, or adaptive.
+
+And what else there is to choose about a step.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -11,7 +14,9 @@ from curvax._types import Array
 __all__ = [
     "Adaptive",
     "Fixed",
+    "Given",
     "LevenbergMarquardt",
+    "Options",
     "Rule",
     "Rules",
     "Schedule",
@@ -93,6 +98,28 @@ class Rules:
         return isinstance(self.learning_rate, Adaptive) or isinstance(self.momentum, Adaptive)
 
 
+class Given(NamedTuple):
+    """What a call of `step` gives for the three."""
+
+    learning_rate: Any = None
+    momentum: Any = None
+    damping: Any = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What else there is to choose."""
+
+    norm_constraint: Any = None
+    include_damping_in_quad_change: bool = False
+    always_exact_model: bool = False
+    use_step_rejection: bool = False
+    reject_factor: Any = 2.0
+    include_norms: bool = False
+    include_param_norms: bool = False
+    include_registered_loss: bool = False
+
+
 @dataclass(frozen=True)
 class LevenbergMarquardt:
     """How an adaptive damping follows the ratio of the change of the loss to what was expected.
@@ -118,20 +145,33 @@ class LevenbergMarquardt:
         """Whether it is to be adapted in a step."""
         return (step + 1) % self.interval == 0
 
-    def update(self, damping: Array, rho: Array) -> Array:
-        """The damping for the next steps."""
+    def update(self, damping: Array, loss: Array, new_loss: Array, change: Array) -> Array:
+        """The damping for the next steps, from the loss before and after, and the expected change.
+
+        Changes that are within the rounding of the loss tell nothing. A model that expects the loss
+        to rise, which happens if the learning rate is too large for it, is never a good one.
+        """
         factor = jnp.asarray(self.factor, damping.dtype)
-        falling = jnp.where(rho > self.upper, damping * factor, damping)
-        return self.clipped(jnp.where(rho >= self.lower, falling, damping / factor))
+        difference = new_loss - loss
+        rho = difference / change
+        noise = 10 * jnp.finfo(damping.dtype).eps * jnp.abs(loss)
+        is_noise = (jnp.abs(difference) <= noise) & (jnp.abs(change) <= noise)
+        is_good = (rho > self.upper) & (change < 0)
+        is_fair = jnp.where(change < 0, rho >= self.lower, difference <= 0)
+        falling = jnp.where(is_good, damping * factor, damping)
+        adapted = jnp.where(is_fair, falling, self._risen(damping, 1 / factor, 1e8))
+        return self.clipped(jnp.where(is_noise, damping, adapted))
 
     def raised(self, damping: Array, factor: Any) -> Array:
         """The damping after trouble: larger, but not so large that it takes forever to come back.
 
         At most 10⁴ times the initial one, unless it was above that anyway.
         """
-        ceiling = jnp.asarray(1e4 * self.initial, damping.dtype)
-        larger = damping * jnp.asarray(factor, damping.dtype)
-        return self.clipped(jnp.minimum(larger, jnp.maximum(damping, ceiling)))
+        return self.clipped(self._risen(damping, jnp.asarray(factor, damping.dtype), 1e4))
+
+    def _risen(self, damping: Array, factor: Array, limit: float) -> Array:
+        ceiling = jnp.asarray(self.initial, damping.dtype) * jnp.asarray(limit, damping.dtype)
+        return jnp.maximum(damping, jnp.minimum(damping * factor, ceiling))
 
     def clipped(self, damping: Array) -> Array:
         """The damping within its bounds."""

@@ -20,12 +20,12 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array, PyTree
-from curvax.curvature import ImplicitExactCurvature
+from curvax.curvature import ImplicitExactCurvature, length_of
 from curvax.linalg import all_finite
-from curvax.optimizer._function import Evaluation, ValueFunction
+from curvax.optimizer._function import Evaluation, ValueFunction, is_by_example
 from curvax.optimizer._preconditioner import Preconditioner
 from curvax.optimizer._quadratic import QuadraticModel
-from curvax.optimizer._rules import Adaptive, LevenbergMarquardt, Rules
+from curvax.optimizer._rules import Adaptive, Given, LevenbergMarquardt, Options, Rules
 from curvax.optimizer._state import OptimizerState
 from curvax.optimizer._vectors import (
     combined,
@@ -37,32 +37,10 @@ from curvax.optimizer._vectors import (
     selected,
 )
 
-__all__ = ["Algorithm", "Given", "Options"]
+__all__ = ["Algorithm", "burnin_key"]
 
 _LARGEST_FACTOR = 1e4
 """How much larger a damping that is given can become by trouble: so that it comes back."""
-
-
-class Given(NamedTuple):
-    """What a call of `step` gives for the three."""
-
-    learning_rate: Any = None
-    momentum: Any = None
-    damping: Any = None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What else there is to choose."""
-
-    norm_constraint: Any = None
-    include_damping_in_quad_change: bool = False
-    always_exact_model: bool = False
-    use_step_rejection: bool = False
-    reject_factor: Any = 2.0
-    include_norms: bool = False
-    include_param_norms: bool = False
-    include_registered_loss: bool = False
 
 
 class _Move(NamedTuple):
@@ -90,6 +68,11 @@ class Algorithm:
     axis: str | None
 
     @property
+    def on_one_device(self) -> "Algorithm":
+        """The same without an axis of devices."""
+        return replace(self, axis=None, preconditioner=replace(self.preconditioner, axis=None))
+
+    @property
     def needs_loss(self) -> bool:
         """Whether a step depends on the loss, and not only on its gradient."""
         return isinstance(self.rules.damping, Adaptive) or self.options.use_step_rejection
@@ -115,7 +98,7 @@ class Algorithm:
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> OptimizerState:
         """The state with the curvature of one more batch in it."""
-        rng, own = jax.random.split(rng)
+        rng, own = jax.random.split(self._of_device(rng))
         func_args = self.function.arguments(params, func_state, own, batch)
         size = self.batch_size_extractor(batch)
         estimate = self.preconditioner.updated(state.estimator_state, func_args, size, rng)
@@ -135,12 +118,12 @@ class Algorithm:
 
         `has_burnin` says whether to burn in before the first step, with this batch.
         """
-        rng, own = jax.random.split(rng)
+        params, state = jax.tree.map(jnp.asarray, (params, state))
+        if has_burnin:
+            state = self.burnt_in(params, state, rng, batch, func_state)
+        rng, own = jax.random.split(self._of_device(rng))
         func_args = self.function.arguments(params, func_state, own, batch)
         size = self.batch_size_extractor(batch)
-        if has_burnin and self.num_burnin_steps:
-            rng, for_burnin = jax.random.split(rng)
-            state = self._burnt_in(params, state, for_burnin, batch, func_state)
         found = self._evaluated(func_args)
         update, after, stats = self.advance(state, found, func_args, size, rng, given)
         moved = combined([jnp.ones((), number_type(params))] * 2, [params, update])
@@ -170,8 +153,8 @@ class Algorithm:
         is_fine &= all_finite(move.update)
         outcome = self._outcome(learning, found, move, damping, func_args)
         is_taken = is_fine & ~outcome["is_rejected"]
-        rho = outcome["rho"]
-        after = self._state_after(learning, move.update, is_fine, is_taken, rho, batch_size)
+        flags = is_fine, is_taken
+        after = self._state_after(learning, move.update, flags, found.loss, outcome, batch_size)
         stats = self._stats(found, move, damping, outcome, after, func_args, batch_size)
         update = selected(is_taken, move.update, jax.tree.map(jnp.zeros_like, move.update))
         return update, after, stats
@@ -196,13 +179,16 @@ class Algorithm:
         products = [multiply(state.estimator_state, v) for v in vectors]
         return _model(inner_products(vectors, products), vectors, gradient)
 
-    def _burnt_in(
+    def burnt_in(
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> OptimizerState:
+        """The state after all of `burnin`, if no step was done yet."""
+        if not self.num_burnin_steps:
+            return state
         count = jnp.where(state.step_counter == 0, self.num_burnin_steps, 0)
 
         def body(k: Any, state: OptimizerState) -> OptimizerState:
-            return self.burnin(params, state, jax.random.fold_in(rng, k), batch, func_state)
+            return self.burnin(params, state, burnin_key(rng, k), batch, func_state)
 
         return lax.fori_loop(0, count, body, state)
 
@@ -215,9 +201,31 @@ class Algorithm:
         params, *rest = func_args
         leaves = jax.tree.leaves(rest)
         own = jax.tree.map(lambda x: _compat.varying_like(jnp.asarray(x), *leaves), params)
-        is_averaged = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
         found = self.function((own, *rest))
-        return jax.tree.map(lambda x: self._mean(x) if is_averaged(x) else x, found)
+        if self.axis is None:
+            return found
+        length = length_of(rest[-1])
+        return found._replace(
+            loss=self._mean(found.loss),
+            gradient=self._mean(found.gradient),
+            func_state=jax.tree.map(self._mean_if_real, found.func_state),
+            aux=jax.tree.map(lambda x: self._of_all(x, length), found.aux),
+        )
+
+    def _of_all(self, x: Any, length: int) -> Any:
+        """A part of `aux` of all devices; as it is put together from microbatches."""
+        x = jnp.asarray(x)
+        if is_by_example(x, length):
+            return lax.all_gather(x, self.axis, tiled=True)
+        is_real = jnp.issubdtype(x.dtype, jnp.inexact)
+        return self._mean(x) if is_real else lax.psum(x, self.axis)
+
+    def _mean_if_real(self, x: Any) -> Any:
+        return self._mean(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
+
+    def _of_device(self, rng: Array) -> Array:
+        """A random key of each device's own."""
+        return rng if self.axis is None else jax.random.fold_in(rng, lax.axis_index(self.axis))
 
     def _mean(self, x: Any) -> Any:
         return x if self.axis is None else lax.pmean(x, self.axis)
@@ -308,11 +316,12 @@ class Algorithm:
         self,
         state: OptimizerState,
         update: PyTree,
-        is_fine: Array,
-        is_taken: Array,
-        rho: Array,
+        flags: tuple[Array, Array],
+        loss: Array,
+        outcome: dict[str, Any],
         batch_size: Any,
     ) -> OptimizerState:
+        is_fine, is_taken = flags
         is_rejected = is_fine & ~is_taken
         # After a rejection momentum begins anew: no damping would help against what it does.
         zeros = jax.tree.map(jnp.zeros_like, update)
@@ -327,7 +336,9 @@ class Algorithm:
         else:
             damping_factor = state.damping_factor
             is_due = self.adaptation.is_due(state.step_counter)
-            adapted = self.adaptation.update(state.damping, rho)
+            change, new_loss = outcome["quad_model_change"], outcome["new_loss"]
+            loss = loss.astype(new_loss.dtype)
+            adapted = self.adaptation.update(state.damping, loss, new_loss, change)
             usual = jnp.where(is_due, adapted, state.damping)
             damping = jnp.where(is_taken, usual, self.adaptation.raised(state.damping, factor))
         seen = state.data_seen + self._total(batch_size, state.data_seen.dtype)
@@ -390,6 +401,11 @@ class Algorithm:
             if self.options.include_param_norms:
                 stats[f"{name}_norms"] = norms(tree)
         return stats
+
+
+def burnin_key(rng: Array, number: Any) -> Array:
+    """The random key of one of the updates before the first step, from that of the step."""
+    return jax.random.fold_in(jax.random.fold_in(rng, 1), number)
 
 
 def _model(curvature: Array, vectors: Sequence[PyTree], gradient: PyTree) -> QuadraticModel:

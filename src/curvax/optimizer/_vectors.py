@@ -25,7 +25,7 @@ def inner(x: PyTree, y: PyTree) -> Array:
     """The inner product of two vectors."""
     dtype = number_type(x)
     pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    parts = [jnp.vdot(a.astype(dtype), b.astype(dtype)) for a, b in pairs]
+    parts = [jnp.vdot(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in pairs]
     return sum(parts, start=jnp.zeros((), dtype))
 
 
@@ -48,14 +48,16 @@ def inner_products(xs: Sequence[PyTree], ys: Sequence[PyTree]) -> Array:
 def combined(coefficients: Sequence[Array], vectors: Sequence[PyTree]) -> PyTree:
     """A sum of vectors times numbers, in the dtypes of the first."""
 
-    def total(*leaves: Array) -> Array:
+    def total(*leaves: Any) -> Array:
         pairs = zip(coefficients, leaves, strict=True)
-        terms = [c * x.astype(c.dtype) for c, x in pairs]
-        return sum(terms[1:], start=terms[0]).astype(leaves[0].dtype)
+        terms = [c * jnp.asarray(x, c.dtype) for c, x in pairs]
+        return sum(terms[1:], start=terms[0]).astype(jnp.result_type(leaves[0]))
 
     return jax.tree.map(total, *vectors)
 
 
 def selected(flag: Array, one: PyTree, other: PyTree) -> PyTree:
     """The one pytree or the other."""
-    return jax.tree.map(lambda x, y: jnp.where(flag, x, jnp.asarray(y, x.dtype)), one, other)
+    return jax.tree.map(
+        lambda x, y: jnp.where(flag, x, jnp.asarray(y, jnp.result_type(x))), one, other
+    )
