@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax._types import Array
+from curvax.linalg._one_by_one import one_by_one
 from curvax.linalg._shared import shared
 
 __all__ = ["inverse_root", "positive_inverse"]
@@ -117,7 +118,8 @@ def _small_root(matrix: Array) -> Array:
     is_given = jnp.broadcast_to((row < size) & (column < size), wide.shape)
     both = jnp.where(is_given, wide, jnp.broadcast_to(others.astype(matrix.dtype), wide.shape))
     # Factorisations take columns first, so that the transpose is no work.
-    factor = lax.linalg.cholesky(jnp.matrix_transpose(both), symmetrize_input=False)
+    factorise = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
+    factor = one_by_one(factorise, jnp.matrix_transpose(both))
     return factor[..., size:, :size]
 
 

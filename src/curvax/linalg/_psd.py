@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.linalg._inverse import positive_inverse
+from curvax.linalg._one_by_one import one_by_one
 from curvax.linalg._shared import shared
 
 __all__ = [
@@ -53,7 +54,8 @@ def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
 def psd_eigh(matrix: Array) -> tuple[Array, Array]:
     """Eigenvalues, none of them negative, and eigenvectors, as columns."""
     # The decomposition takes columns first, so that the transpose is no work.
-    values, vectors = jnp.linalg.eigh(jnp.matrix_transpose(matrix), symmetrize_input=False)
+    decompose = lambda x: tuple(jnp.linalg.eigh(x, symmetrize_input=False))
+    values, vectors = one_by_one(decompose, jnp.matrix_transpose(matrix))
     return jnp.maximum(values, 0), vectors
 
 
