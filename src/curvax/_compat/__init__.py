@@ -40,6 +40,7 @@ from curvax._compat._primitives import (
     define_identity,
     define_linear_identity,
 )
+from curvax._compat._processes import gathered, sent_by_first, wait_for_all
 from curvax._compat._programs import (
     Kind,
     ScanForm,
@@ -71,6 +72,7 @@ __all__ = [
     "define_linear_identity",
     "filled_like",
     "function_name",
+    "gathered",
     "has_effects",
     "inner_program",
     "is_bound",
@@ -88,6 +90,7 @@ __all__ = [
     "returns_complex",
     "run_equation",
     "run_now",
+    "sent_by_first",
     "shape_of",
     "sharding_of",
     "trace",
@@ -100,5 +103,6 @@ __all__ = [
     "unwrap_keys",
     "varying_axes",
     "varying_like",
+    "wait_for_all",
     "wrap_keys",
 ]

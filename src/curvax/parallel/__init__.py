@@ -1,3 +1,4 @@
-"""Work that is shared out among devices."""
+"""Meshes of devices: what runs on all of them, and who does what."""
 
+from curvax.parallel._mesh import Axis as Axis, MeshAxis as MeshAxis
 from curvax.parallel._share import share_out as share_out, shares as shares
