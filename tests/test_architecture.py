@@ -30,7 +30,7 @@ ROOMS = {
     "batching": {"memory", "parallel"},
     "loops": {"memory"},
     "diffops": {"batching", "memory", "parallel"},
-    "linalg": set(),
+    "linalg": {"parallel"},
     "tags": set(),
     "losses": {"tags"},
     "graph": {"tags"},

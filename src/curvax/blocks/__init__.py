@@ -5,6 +5,12 @@ sees of its layer, `_factors` and `_gradients` what is made of inputs and cotang
 """
 
 from curvax.blocks._block import CurvatureBlock as CurvatureBlock
+from curvax.blocks._cache import (
+    Powers as Powers,
+    finished as finished,
+    in_step as in_step,
+    powers_of as powers_of,
+)
 from curvax.blocks._conv import (
     Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
     ConvTwoKroneckerFactored as ConvTwoKroneckerFactored,
@@ -43,4 +49,4 @@ from curvax.blocks._settings import (
     set_default_tag_to_block_ctor as set_default_tag_to_block_ctor,
     set_max_parallel_elements as set_max_parallel_elements,
 )
-from curvax.blocks._state import Powers as Powers, copied as copied, powers_of as powers_of
+from curvax.blocks._state import copied as copied

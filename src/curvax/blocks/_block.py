@@ -11,7 +11,6 @@ squares of sums, say. `estimate` makes of the total what goes into the moving av
 """
 
 import abc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,17 +19,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Powers, Refresh, finished, powers_of
 from curvax.blocks._data import statistics_of_data
-from curvax.blocks._layer import LayerEquation, LayerSite, wide
-from curvax.blocks._state import (
-    BlockState,
-    MatrixPower,
-    Powers,
-    Refresh,
-    copied,
-    powers_of,
-)
-from curvax.linalg import all_finite
+from curvax.blocks._layer import LayerSite, wide
+from curvax.blocks._of_layer import OfLayer
+from curvax.blocks._state import BlockState, copied
+from curvax.linalg import all_finite, computed
 
 __all__ = ["CurvatureBlock", "Statistics"]
 
@@ -41,7 +35,7 @@ What depends on inputs alone has a name that begins with "inputs": it is the sam
 """
 
 
-class CurvatureBlock(abc.ABC):
+class CurvatureBlock(OfLayer, abc.ABC):
     """The curvature of the parameters of one layer, as a matrix that is never formed.
 
     To make a class of your own, extend one of those that curvax has, and override
@@ -60,72 +54,6 @@ class CurvatureBlock(abc.ABC):
 
     splits_parts: ClassVar[bool] = False
     """Whether parts that are cut out of a parameter have blocks of their own."""
-
-    def __init__(self, layer_tag_eq: Any, name: str) -> None:
-        self._equation = LayerEquation.of(layer_tag_eq)
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.parameters_shapes})"
-
-    @property
-    def layer_tag_primitive(self) -> Any:
-        """The tag of the layer."""
-        return self._equation.primitive
-
-    @property
-    def parameter_variables(self) -> tuple[Any, ...]:
-        """The variables of the parameters in the equation of the tag."""
-        tag = self.layer_tag_primitive
-        return tuple(self._equation.invars[tag.num_outputs + tag.num_inputs :])
-
-    @property
-    def outputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the outputs of the layer."""
-        outputs = self._equation.invars[: self.layer_tag_primitive.num_outputs]
-        return tuple(v.aval.shape for v in outputs)
-
-    @property
-    def inputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the inputs of the layer."""
-        tag = self.layer_tag_primitive
-        inputs = self._equation.invars[tag.num_outputs : tag.num_outputs + tag.num_inputs]
-        return tuple(v.aval.shape for v in inputs)
-
-    @property
-    def parameters_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters."""
-        return self._equation.param_shapes
-
-    @property
-    def parameters_dtypes(self) -> tuple[Any, ...]:
-        """The dtypes of the parameters."""
-        return self._equation.dtypes
-
-    @property
-    def parameters_canonical_order(self) -> tuple[int, ...]:
-        """The places of the parameters in the order in which the layer is usually written."""
-        return tuple(range(self.number_of_parameters))
-
-    @property
-    def layer_tag_extra_params(self) -> dict[str, Any]:
-        """What the tag says of the layer beside its arrays."""
-        return self._equation.params
-
-    @property
-    def number_of_parameters(self) -> int:
-        """How many arrays the parameters are."""
-        return len(self.parameters_shapes)
-
-    @property
-    def dim(self) -> int:
-        """How many elements the parameters have together."""
-        return sum(math.prod(shape) for shape in self.parameters_shapes)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the estimates."""
-        return wide(*self._equation.dtypes)
 
     @property
     def cache_work(self) -> float:
@@ -285,10 +213,21 @@ class CurvatureBlock(abc.ABC):
         Raises:
             ValueError: if the state was not made to cache a power.
         """
-        state = copied(state)
+        options = (identity_weight, exact_powers, approx_powers, eigenvalues)
+        return finished(self.cache_update(state, *options), computed)
+
+    def cache_update(
+        self,
+        state: Any,
+        identity_weight: ArrayLike,
+        exact_powers: Powers,
+        approx_powers: Powers,
+        eigenvalues: bool,
+    ) -> CacheUpdate:
+        """As `update_cache`, with tasks that can be computed together with those of others."""
         weight = jnp.asarray(identity_weight) / self.fixed_scale()
         powers = powers_of(exact_powers), powers_of(approx_powers)
-        return self._update_cache(state, Refresh(weight, *powers, eigenvalues))
+        return self._update_cache(copied(state), Refresh(weight, *powers, eigenvalues))
 
     def update_curvature_matrix_estimate(
         self,
@@ -384,32 +323,14 @@ class CurvatureBlock(abc.ABC):
         """As `eigenvalues`, without the scale."""
 
     @abc.abstractmethod
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
-        """As `update_cache`, without the fixed scale, of a state that may be changed."""
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        """As `cache_update`, without the fixed scale, of a state that may be changed."""
 
     def to_dense_matrix(self, state: Any) -> Array:
         """The matrix itself, rows and columns in the order of the parameters, flattened."""
         multiply = lambda x: self.multiply(state, self.unflattened(x), 0.0, True, False)
         identity = jnp.eye(self.dim, dtype=self.dtype)
         return jax.vmap(lambda x: self.flattened(multiply(x)), out_axes=1)(identity)
-
-    def flattened(self, arrays: Sequence[Array]) -> Array:
-        """Arrays like the parameters, as one vector."""
-        return jnp.concatenate([x.reshape(-1) for x in arrays])
-
-    def unflattened(self, vector: Array) -> tuple[Array, ...]:
-        """What `flattened` made one vector."""
-        sizes = [math.prod(shape) for shape in self.parameters_shapes]
-        parts = jnp.split(vector, [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)])
-        return tuple(x.reshape(s) for x, s in zip(parts, self.parameters_shapes, strict=True))
-
-    def _check_vector(self, vector: Sequence[Array]) -> None:
-        shapes = tuple(jnp.shape(x) for x in vector)
-        if shapes != self.parameters_shapes:
-            raise ValueError(
-                f"curvax: a vector for the block {self.name} is like its parameters, of the shapes "
-                f"{self.parameters_shapes}, got {shapes}."
-            )
 
     def _cached(self, state: Any, key: str) -> Any:
         if state.cache is None or key not in state.cache:

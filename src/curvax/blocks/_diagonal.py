@@ -8,10 +8,11 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, power_key
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._layer import LayerSite
 from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
-from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
+from curvax.blocks._state import BlockState
 from curvax.linalg import WeightedMovingAverage, spectral_power
 
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
@@ -92,7 +93,8 @@ class Diagonal(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         return self.flattened([d.value for d in state.diagonal_factors])
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        yield from ()
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
         diagonal = [d.value * scale for d in state.diagonal_factors]
         for power in wanted.powers:

@@ -15,13 +15,13 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh
 from curvax.blocks._conv import ConvTwoKroneckerFactored
 from curvax.blocks._dense import DenseTwoKroneckerFactored
 from curvax.blocks._factors import matrix_of_params, params_of_matrix
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._kronecker import TwoKroneckerFactored
 from curvax.blocks._layer import LayerSite
-from curvax.blocks._state import MatrixPower, Refresh
 from curvax.linalg import (
     Eigen,
     WeightedMovingAverage,
@@ -119,9 +119,10 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
             return self._cached(state, "eigenvalues")
         return state.eigenvalues.value.reshape(-1)
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
         if wanted.powers:
-            eigen = self._kronecker.eigen(*self._values(state))
+            found = yield self._kronecker.eigen_tasks(*self._values(state))
+            eigen = self._kronecker.eigen_of(found)
             state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
             # In a new basis, the diagonal is that of the factors until it is estimated again.
             weight = state.eigenvalues.weight

@@ -8,12 +8,15 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, power_key
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._layer import LayerSite
 from curvax.blocks._settings import get_default_eigen_decomposition_threshold
 from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
-from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
+from curvax.blocks._state import BlockState
 from curvax.linalg import (
+    Eigenvectors,
+    Power,
     WeightedMovingAverage,
     psd_eigh,
     psd_power,
@@ -176,17 +179,19 @@ class Full(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         return psd_eigh(state.matrix.value)[0]
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
         matrix = state.matrix.value * scale
         if "eigenvectors" in state.cache:
-            state.cache["eigenvalues"], state.cache["eigenvectors"] = psd_eigh(matrix)
+            ((values, vectors),) = yield [Eigenvectors(matrix)]
+            state.cache |= {"eigenvalues": values, "eigenvectors": vectors}
             return state
         for power in wanted.powers:
             self._cached(state, power_key(power))
-            state.cache[power_key(power)] = psd_power(matrix, wanted.identity_weight, power)
+            (found,) = yield [Power(matrix, wanted.identity_weight, power)]
+            state.cache[power_key(power)] = found
         if wanted.eigenvalues:
-            state.cache["eigenvalues"] = psd_eigh(matrix)[0]
+            ((state.cache["eigenvalues"], _),) = yield [Eigenvectors(matrix)]
         return state
 
 

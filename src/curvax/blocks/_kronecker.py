@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, power_key
 from curvax.blocks._factors import (
     input_moment,
     input_sums,
@@ -31,8 +32,8 @@ from curvax.blocks._factors import (
     params_of_matrix,
 )
 from curvax.blocks._layer import LayerSite
-from curvax.blocks._state import BlockState, MatrixPower, Refresh, power_key
-from curvax.linalg import DenseSide, DiagonalSide, Kronecker, Side, WeightedMovingAverage
+from curvax.blocks._state import BlockState
+from curvax.linalg import DenseSide, DiagonalSide, Kronecker, Side, WeightedMovingAverage, computed
 
 __all__ = ["TwoKroneckerFactored", "WeightSharing"]
 
@@ -216,7 +217,8 @@ class TwoKroneckerFactored(CurvatureBlock):
             x = kronecker.multiply(cached["inputs_factor"], cached["outputs_factor"], x)
         else:
             powers = kronecker.power(*self._values(state), how.identity_weight, how.power)
-            x = kronecker.multiply(*powers, x)
+            inputs, outputs = computed(powers)
+            x = kronecker.multiply(inputs, outputs, x)
         return tuple(params_of_matrix(site, x))
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
@@ -225,12 +227,12 @@ class TwoKroneckerFactored(CurvatureBlock):
         eigen = self._kronecker.eigen(*self._values(state))
         return self._kronecker.eigenvalues(eigen).reshape(-1)
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
         own_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
         inputs, outputs = state.inputs_factor, state.outputs_factor
         for power in wanted.approx:
             self._cached(state, power_key(power))
-            powers = self._kronecker.power(
+            powers = yield self._kronecker.power(
                 inputs.raw_value,
                 outputs.raw_value,
                 wanted.identity_weight,
@@ -241,7 +243,8 @@ class TwoKroneckerFactored(CurvatureBlock):
             state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
         if not wanted.exact and not wanted.eigenvalues:
             return state
-        eigen = self._kronecker.eigen(own_scale * inputs.value, outputs.value)
+        found = yield self._kronecker.eigen_tasks(own_scale * inputs.value, outputs.value)
+        eigen = self._kronecker.eigen_of(found)
         if wanted.exact:
             self._cached(state, "eigen")
             state.cache["eigen"] = eigen

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, in_step
 from curvax.blocks._layer import LayerEquation, LayerSite
-from curvax.blocks._state import BlockState, MatrixPower, Refresh
+from curvax.blocks._state import BlockState
 from curvax.linalg import spectral_power
 
 __all__ = ["Parts"]
@@ -125,14 +126,11 @@ class Parts(CurvatureBlock):
         missing = self.dim - sum(part.dim for part in self.parts)
         return jnp.concatenate([*values, jnp.zeros((missing,), self.dtype)])
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        options = (wanted.identity_weight, wanted.exact, wanted.approx, wanted.eigenvalues)
         pairs = zip(self.parts, state.parts, strict=True)
-        state.parts = tuple(
-            part.update_cache(
-                own, wanted.identity_weight, wanted.exact, wanted.approx, wanted.eigenvalues
-            )
-            for part, own in pairs
-        )
+        parts = yield from in_step([part.cache_update(own, *options) for part, own in pairs])
+        state.parts = tuple(parts)
         return state
 
     def _equation_of(self, cuts: Any) -> LayerEquation:

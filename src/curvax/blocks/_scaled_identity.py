@@ -8,8 +8,8 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh
 from curvax.blocks._layer import LayerSite
-from curvax.blocks._state import MatrixPower, Refresh
 
 __all__ = ["ScaledIdentity"]
 
@@ -74,6 +74,7 @@ class ScaledIdentity(CurvatureBlock):
         del state, use_cached
         return jnp.ones((self.dim,), self.dtype)
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> Any:
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
         del wanted
+        yield from ()
         return state

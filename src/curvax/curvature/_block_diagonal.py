@@ -1,5 +1,6 @@
 """`BlockDiagonalCurvature`: a curvature matrix with a block for each layer of a model."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from jax.typing import ArrayLike
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, microbatch
-from curvax.blocks import CurvatureBlock, Powers, full_name
+from curvax.blocks import CurvatureBlock, Powers, finished, full_name, in_step
 from curvax.curvature._blockwise import BlockwiseCurvature
 from curvax.curvature._estimator import IdentityWeight
 from curvax.curvature._microbatches import (
@@ -32,6 +33,7 @@ from curvax.curvature._passes import (
     with_batch_terms,
 )
 from curvax.curvature._structure import BlockCtor, Structure
+from curvax.linalg import computed
 from curvax.parallel import share_out
 from curvax.tracing import TracedFunction
 
@@ -234,16 +236,18 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         weights = self._per_block(identity_weight)
         options = (exact_powers, approx_powers, eigenvalues)
         numbers = range(self.num_blocks) if blocks is None else blocks
-        states = list(state.blocks_states)
-
-        def task(number: int) -> Callable[[], Any]:
-            block, own = self._known.blocks[number], states[number]
-            return lambda: block.update_cache(own, weights[number], *options)
-
-        work = [self._known.blocks[number].cache_work for number in numbers]
         axis = pmap_axis_name if self._distributed_cache_updates else None
-        found = share_out([task(number) for number in numbers], work, axis)
-        for number, own in zip(numbers, found, strict=True):
+        states = list(state.blocks_states)
+        updates: dict[int, Any] = {}
+        for number in numbers:
+            block, own = self._known.blocks[number], states[number]
+            if type(block).update_cache is not CurvatureBlock.update_cache:
+                states[number] = block.update_cache(own, weights[number], *options)
+            else:
+                updates[number] = block.cache_update(own, weights[number], *options)
+        together = in_step(list(updates.values()))
+        found = finished(together, functools.partial(computed, axis_name=axis))
+        for number, own in zip(updates, found, strict=True):
             states[number] = own
         return self.State(tuple(states))
 

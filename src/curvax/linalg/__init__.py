@@ -26,3 +26,9 @@ from curvax.linalg._sides import (
     Side as Side,
 )
 from curvax.linalg._symmetric import symmetric_product as symmetric_product
+from curvax.linalg._together import (
+    Eigenvectors as Eigenvectors,
+    MatrixTask as MatrixTask,
+    Power as Power,
+    computed as computed,
+)

@@ -7,7 +7,9 @@ gets the more of it the larger it is on average (`pi` is the ratio of their scal
 eigenvectors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -15,6 +17,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array
 from curvax.linalg._psd import per_matrix, spectral_power, told_from_zero
 from curvax.linalg._sides import Side
+from curvax.linalg._together import Power, computed
 
 __all__ = ["Eigen", "Kronecker", "from_basis", "to_basis"]
 
@@ -36,8 +39,11 @@ class Kronecker:
         identity_weight: ArrayLike,
         power: float | int,
         scales: tuple[ArrayLike, ArrayLike] = (1, 1),
-    ) -> tuple[Array, Array]:
-        """A power of both factors, times their scales, with the identity split by `pi`."""
+    ) -> tuple[Array | Power, Array | Power]:
+        """A power of both factors, times their scales, with the identity split by `pi`.
+
+        They may be tasks that are yet to be `computed`.
+        """
         of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
         means = [
             of_inputs * self.inputs.mean(inputs),
@@ -56,16 +62,22 @@ class Kronecker:
         """`inputs @ x @ outputs`."""
         return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
 
+    def eigen_tasks(self, inputs: Array, outputs: Array) -> list[Any]:
+        """What is to be `computed` for the eigenvalues and eigenvectors of both factors."""
+        return [self.inputs.eigen(inputs), self.outputs.eigen(outputs)]
+
+    def eigen_of(self, found: Sequence[tuple[Array, Array | None]]) -> Eigen:
+        """The eigenvalues and eigenvectors of both factors, from what was computed."""
+        eigen: Eigen = {}
+        for name, (values, vectors) in zip(("inputs", "outputs"), found, strict=True):
+            eigen[f"{name}_values"] = values
+            if vectors is not None:
+                eigen[f"{name}_vectors"] = vectors
+        return eigen
+
     def eigen(self, inputs: Array, outputs: Array) -> Eigen:
         """The eigenvalues and eigenvectors of both factors."""
-        found: Eigen = {}
-        sides = (("inputs", self.inputs, inputs), ("outputs", self.outputs, outputs))
-        for name, side, matrix in sides:
-            values, vectors = side.eigen(matrix)
-            found[f"{name}_values"] = values
-            if vectors is not None:
-                found[f"{name}_vectors"] = vectors
-        return found
+        return self.eigen_of(computed(self.eigen_tasks(inputs, outputs)))
 
     def eigenvalues(self, eigen: Eigen) -> Array:
         """All eigenvalues of the product, in the shape (..., inputs, outputs)."""

@@ -22,11 +22,14 @@ from curvax.linalg._shared import shared
 
 __all__ = [
     "add_identity",
+    "checked_inverse",
     "per_matrix",
     "psd_eigh",
     "psd_power",
+    "spectral_of",
     "spectral_power",
     "told_from_zero",
+    "widened",
 ]
 
 
@@ -112,36 +115,44 @@ def psd_power(
         return add_identity(_scaled(matrix, scale), weight)
     if power == -1:
         return _inverse(matrix, weight, scale)
-    return _by_eigenvalues(matrix, weight, power, scale)
+    return spectral_of(matrix, weight, scale, power=power)
 
 
 @jax.custom_jvp
 def _inverse(matrix: Array, weight: Array, scale: Array) -> Array:
     """The inverse of `scale * matrix + weight * identity`."""
     weight, scale = (jnp.broadcast_to(x, matrix.shape[:-2]) for x in (weight, scale))
-    return _checked_inverse(matrix, weight, scale)
+    return _widened_inverse(matrix, weight, scale)
 
 
 @shared
-def _checked_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
-    damped = _widened(add_identity(_scaled(matrix, scale), weight))
+def _widened_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
+    size = matrix.shape[-1]
+    inverse = checked_inverse(widened(add_identity(_scaled(matrix, scale), weight)), weight)
+    return inverse[..., :size, :size]
+
+
+def checked_inverse(damped: Array, weight: Array) -> Array:
+    """The inverse of a matrix with `weight` on its diagonal already, by eigenvalues if need be.
+
+    It is fast for few sizes; see `widened`.
+    """
     inverse = positive_inverse(damped)
     # What is not finite is not less, either.
     is_good = _residual(damped, inverse) <= LARGEST_RESIDUAL
 
     def mended(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         is_good, inverse = carry
-        other = _by_eigenvalues(add_identity(damped, -weight), weight, -1, jnp.ones_like(weight))
+        undamped = add_identity(damped, -weight)
+        other = spectral_of(undamped, weight, jnp.ones_like(weight), power=-1)
         return jnp.ones_like(is_good), jnp.where(is_good[..., None, None], inverse, other)
 
     # A loop of at most one step. Other than `lax.cond` it does not copy what is good already.
     some_bad = lambda carry: ~jnp.all(carry[0])
-    _, inverse = lax.while_loop(some_bad, mended, (is_good, inverse))
-    size = matrix.shape[-1]
-    return inverse[..., :size, :size]
+    return lax.while_loop(some_bad, mended, (is_good, inverse))[1]
 
 
-def _widened(matrix: Array) -> Array:
+def widened(matrix: Array) -> Array:
     """The matrix with some rows and columns more, so that there are few different sizes.
 
     On the diagonal they have the first number of the matrix. That is never more than the largest
@@ -166,12 +177,9 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return inverse, -inverse @ damped @ inverse
 
 
-def _by_eigenvalues(matrix: Array, weight: Array, power: float | int, scale: Array) -> Array:
-    return _spectral(matrix, weight, scale, power=power)
-
-
 @shared
-def _spectral(matrix: Array, weight: Array, scale: Array, *, power: float | int) -> Array:
+def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | int) -> Array:
+    """`(scale * matrix + weight * identity) ** power`, by eigenvalues."""
     values, vectors = psd_eigh(matrix)
     values = per_matrix(scale, 1, values.dtype) * values
     # They come in order.

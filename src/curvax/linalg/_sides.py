@@ -14,8 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._psd import per_matrix, psd_eigh, psd_power, spectral_power
+from curvax.linalg._psd import per_matrix, spectral_power
 from curvax.linalg._symmetric import symmetric_product
+from curvax.linalg._together import Eigenvectors, Power
 
 __all__ = ["DenseSide", "DiagonalSide", "Side"]
 
@@ -67,12 +68,12 @@ class Side(abc.ABC):
     @abc.abstractmethod
     def power(
         self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
-    ) -> Array:
-        """`(scale * matrix + identity_weight * identity) ** power`."""
+    ) -> Array | Power:
+        """`(scale * matrix + identity_weight * identity) ** power`, or the task of computing it."""
 
     @abc.abstractmethod
-    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
-        """Eigenvalues and eigenvectors; None if these are the unit vectors."""
+    def eigen(self, matrix: Array) -> tuple[Array, None] | Eigenvectors:
+        """Eigenvalues, and None where eigenvectors are the unit vectors; or the task."""
 
     @abc.abstractmethod
     def act_on_inputs(self, matrix: Array, x: Array) -> Array:
@@ -112,11 +113,11 @@ class DenseSide(Side):
 
     def power(
         self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
-    ) -> Array:
-        return psd_power(matrix, identity_weight, power, scale)
+    ) -> Power:
+        return Power(matrix, identity_weight, power, scale)
 
-    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
-        return psd_eigh(matrix)
+    def eigen(self, matrix: Array) -> Eigenvectors:
+        return Eigenvectors(matrix)
 
     def act_on_inputs(self, matrix: Array, x: Array) -> Array:
         return matrix @ x
@@ -157,7 +158,7 @@ class DiagonalSide(Side):
         matrix = per_matrix(scale, 1, matrix.dtype) * matrix
         return spectral_power(matrix + per_matrix(identity_weight, 1, matrix.dtype), power)
 
-    def eigen(self, matrix: Array) -> tuple[Array, Array | None]:
+    def eigen(self, matrix: Array) -> tuple[Array, None]:
         return matrix, None
 
     def act_on_inputs(self, matrix: Array, x: Array) -> Array:
