@@ -6,9 +6,11 @@ sees of its layer, `_factors` and `_gradients` what is made of inputs and cotang
 
 from curvax.blocks._block import CurvatureBlock as CurvatureBlock
 from curvax.blocks._cache import (
+    MatrixPower as MatrixPower,
     Powers as Powers,
     finished as finished,
     in_step as in_step,
+    power_key as power_key,
     powers_of as powers_of,
 )
 from curvax.blocks._conv import (
@@ -36,7 +38,10 @@ from curvax.blocks._full import (
     ScaleAndShiftFull as ScaleAndShiftFull,
     products_of_gradients as products_of_gradients,
 )
-from curvax.blocks._kronecker import TwoKroneckerFactored as TwoKroneckerFactored
+from curvax.blocks._kronecker import (
+    TwoKroneckerFactored as TwoKroneckerFactored,
+    multiplied as multiplied,
+)
 from curvax.blocks._layer import LayerEquation as LayerEquation, LayerSite as LayerSite
 from curvax.blocks._parts import Parts as Parts
 from curvax.blocks._scaled_identity import ScaledIdentity as ScaledIdentity

@@ -18,7 +18,6 @@ from curvax.blocks._block import Statistics
 from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh
 from curvax.blocks._conv import ConvTwoKroneckerFactored
 from curvax.blocks._dense import DenseTwoKroneckerFactored
-from curvax.blocks._factors import matrix_of_params, params_of_matrix
 from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
 from curvax.blocks._kronecker import TwoKroneckerFactored
 from curvax.blocks._layer import LayerSite
@@ -96,10 +95,8 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         )
 
     def _squares(self, basis: Eigen) -> Any:
-        site = self._equation.sites[0]
-
         def squares(gradients: list[Array]) -> Array:
-            matrices = jax.vmap(lambda params: matrix_of_params(site, params))(gradients)
+            matrices = jax.vmap(self.as_matrices)(gradients)
             return jnp.sum(to_basis(basis, matrices) ** 2, 0)
 
         return squares
@@ -108,11 +105,10 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
         # It is always exact, and the basis is always that of the cache.
-        site = self._equation.sites[0]
         values = state.eigenvalues.value + how.identity_weight.astype(self.dtype)
         powers = spectral_power(values, how.power, axes=(-2, -1))
-        x = to_basis(state.basis, matrix_of_params(site, vector))
-        return tuple(params_of_matrix(site, from_basis(state.basis, powers * x)))
+        x = to_basis(state.basis, self.as_matrices(vector))
+        return self.of_matrices(from_basis(state.basis, powers * x))
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
         if use_cached:

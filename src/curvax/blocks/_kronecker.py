@@ -12,7 +12,7 @@ Where weights are applied at several positions, there are two ways to do so:
   anything is multiplied. Exact for a linear network that averages over positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -33,9 +33,17 @@ from curvax.blocks._factors import (
 )
 from curvax.blocks._layer import LayerSite
 from curvax.blocks._state import BlockState
-from curvax.linalg import DenseSide, DiagonalSide, Kronecker, Side, WeightedMovingAverage, computed
+from curvax.linalg import (
+    DenseSide,
+    DiagonalSide,
+    Kronecker,
+    Side,
+    WeightedMovingAverage,
+    computed,
+    per_matrix,
+)
 
-__all__ = ["TwoKroneckerFactored", "WeightSharing"]
+__all__ = ["TwoKroneckerFactored", "WeightSharing", "multiplied"]
 
 WeightSharing = Literal["expand", "reduce"]
 
@@ -126,6 +134,26 @@ class TwoKroneckerFactored(CurvatureBlock):
             )
         return tuple(found)
 
+    @property
+    def kronecker(self) -> Kronecker:
+        """How to compute with both factors."""
+        return self._kronecker
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both factors are all there is to know, for classes that extend this one too."""
+        own, plain = type(self), TwoKroneckerFactored
+        names = ("_update_cache", "_multiply_matpower", "averages", "state_dependent_scale")
+        return all(getattr(own, name) is getattr(plain, name) for name in names)
+
+    def as_matrices(self, vector: Sequence[Array]) -> Array:
+        """Arrays like the parameters as what both factors act on, (..., inputs, outputs)."""
+        return matrix_of_params(self._equation.sites[0], vector)
+
+    def of_matrices(self, x: Array) -> tuple[Array, ...]:
+        """What `as_matrices` made of arrays like the parameters, back."""
+        return tuple(params_of_matrix(self._equation.sites[0], x))
+
     def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
         inputs, outputs, *rest = estimates
         sides = self._kronecker.inputs, self._kronecker.outputs
@@ -200,26 +228,10 @@ class TwoKroneckerFactored(CurvatureBlock):
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        site, kronecker = self._equation.sites[0], self._kronecker
-        x = matrix_of_params(site, vector)
-        if how.is_exact and how.is_cached:
-            eigen = self._cached(state, "eigen")
-            x = kronecker.multiply_power(eigen, x, how.identity_weight, how.power)
-        elif how.is_exact and how.power == 1:
-            x = how.identity_weight.astype(x.dtype) * x + kronecker.multiply(
-                *self._values(state), x
-            )
-        elif how.is_exact:
-            eigen = kronecker.eigen(*self._values(state))
-            x = kronecker.multiply_power(eigen, x, how.identity_weight, how.power)
-        elif how.is_cached:
-            cached = self._cached(state, power_key(how.power))
-            x = kronecker.multiply(cached["inputs_factor"], cached["outputs_factor"], x)
-        else:
-            powers = kronecker.power(*self._values(state), how.identity_weight, how.power)
-            inputs, outputs = computed(powers)
-            x = kronecker.multiply(inputs, outputs, x)
-        return tuple(params_of_matrix(site, x))
+        x = self.as_matrices(vector)
+        factors = lambda: self._values(state)
+        cached = lambda key: self._cached(state, key)
+        return self.of_matrices(multiplied(self._kronecker, factors, cached, x, how))
 
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
         if use_cached:
@@ -295,3 +307,34 @@ class TwoKroneckerFactored(CurvatureBlock):
 
 def _side(size: int, stack: tuple[int, ...], is_diagonal: bool) -> Side:
     return DiagonalSide(size, stack) if is_diagonal else DenseSide(size, stack)
+
+
+def multiplied(
+    kronecker: Kronecker,
+    factors: Callable[[], tuple[Array, Array]],
+    cached: Callable[[str], Any],
+    x: Array,
+    how: MatrixPower,
+) -> Array:
+    """A power of a Kronecker product, with something added to its diagonal, times `x`.
+
+    Arguments:
+        kronecker: how to compute with the factors.
+        factors: returns both.
+        cached: returns what is in the cache under a key.
+        x: what is multiplied, (..., inputs, outputs).
+        how: which power, and what is added.
+    """
+    if how.is_exact and how.is_cached:
+        return kronecker.multiply_power(cached("eigen"), x, how.identity_weight, how.power)
+    if how.is_exact and how.power == 1:
+        added = per_matrix(how.identity_weight, 2, x.dtype) * x
+        return added + kronecker.multiply(*factors(), x)
+    if how.is_exact:
+        eigen = kronecker.eigen(*factors())
+        return kronecker.multiply_power(eigen, x, how.identity_weight, how.power)
+    if how.is_cached:
+        powers = cached(power_key(how.power))
+        return kronecker.multiply(powers["inputs_factor"], powers["outputs_factor"], x)
+    inputs, outputs = computed(kronecker.power(*factors(), how.identity_weight, how.power))
+    return kronecker.multiply(inputs, outputs, x)

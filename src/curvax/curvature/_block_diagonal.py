@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -175,15 +175,10 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         vectors = self.params_vector_to_blocks_vectors(parameter_structured_vector)
         weights = self._per_block(identity_weight)
         options = (power, exact_power, use_cached)
-
-        def task(block: CurvatureBlock, own: Any, vector: Any, weight: Any) -> Callable[[], Any]:
-            return lambda: block.multiply_matpower(own, vector, weight, *options)
-
-        each = zip(self._known.blocks, state.blocks_states, vectors, weights, strict=True)
-        tasks = [task(*given) for given in each]
-        work = [block.multiply_work for block in self._known.blocks]
-        axis = pmap_axis_name if self._distributed_multiplies else None
-        found = self.blocks_vectors_to_params_vector(share_out(tasks, work, axis))
+        products = self._products(state, vectors, weights, options, pmap_axis_name)
+        found = self.blocks_vectors_to_params_vector(
+            [products[number] for number in range(self.num_blocks)]
+        )
         return jax.tree.map(
             lambda x, v: x.astype(jnp.asarray(v).dtype), found, parameter_structured_vector
         )
@@ -219,7 +214,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         mode = check_mode(estimation_mode or self.default_estimation_mode)
         self.finalize(func_args)
         how = (ema_old, ema_new, batch_size, pmap_axis_name)
-        return self.State(tuple(self._updated(state.blocks_states, mode, rng, func_args, how)))
+        return self._updated(state, mode, rng, func_args, how)
 
     def update_cache(
         self,
@@ -239,7 +234,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         axis = pmap_axis_name if self._distributed_cache_updates else None
         states = list(state.blocks_states)
         updates: dict[int, Any] = {}
-        for number in numbers:
+        for number in sorted({*numbers} & {*self._whole}):
             block, own = self._known.blocks[number], states[number]
             if type(block).update_cache is not CurvatureBlock.update_cache:
                 states[number] = block.update_cache(own, weights[number], *options)
@@ -249,25 +244,58 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         found = finished(together, functools.partial(computed, axis_name=axis))
         for number, own in zip(updates, found, strict=True):
             states[number] = own
-        return self.State(tuple(states))
+        return replace(state, blocks_states=tuple(states))
 
     def _updated(
-        self, states: Sequence[Any], mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
-    ) -> list[Any]:
-        """The states of all blocks after an update."""
+        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+    ) -> Any:
+        """The state after an update."""
         layers, blocks = self._layers(func_args), self._known.blocks
+        states = state.blocks_states
         drawn = draws(layers.at, mode, rng, self._num_samples)
         if any(map(has_own_update, blocks)):
             self._check_at_once()
             passes = num_passes(mode, drawn)
-            return updated_by_data(layers, states, mode, drawn, passes, how, self._where)
+            found = updated_by_data(layers, states, mode, drawn, passes, how, self._where)
+            return replace(state, blocks_states=tuple(found))
         if self._at_once:
             terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
         else:
             terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
         terms = with_batch_terms(layers, states, terms, batch_sums)
-        each = zip(blocks, states, terms, layers.sites, strict=True)
-        return [block.take_in(own, own_terms, sites, *how) for block, own, own_terms, sites in each]
+        return self._taken_in(state, terms, layers.sites, how)
+
+    @property
+    def _whole(self) -> Sequence[int]:
+        """The numbers of the blocks whose states every device has."""
+        return range(self.num_blocks)
+
+    def _products(
+        self,
+        state: Any,
+        vectors: Sequence[Any],
+        weights: Sequence[ArrayLike],
+        options: tuple[float | int, bool, bool],
+        axis: str | None,
+    ) -> dict[int, Sequence[Array]]:
+        """By the number of a block, a power of it times its part of a vector."""
+
+        def task(number: int) -> Callable[[], Any]:
+            block, own = self._known.blocks[number], state.blocks_states[number]
+            return lambda: block.multiply_matpower(own, vectors[number], weights[number], *options)
+
+        work = [self._known.blocks[number].multiply_work for number in self._whole]
+        shared = axis if self._distributed_multiplies else None
+        found = share_out([task(number) for number in self._whole], work, shared)
+        return dict(zip(self._whole, found, strict=True))
+
+    def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
+        """The state with a sum of terms of each block in its averages."""
+        states = list(state.blocks_states)
+        for number in self._whole:
+            block, own = self._known.blocks[number], states[number]
+            states[number] = block.take_in(own, terms[number], sites[number], *how)
+        return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:
         at = at_devices(self._traced, func_args, self.params_index)

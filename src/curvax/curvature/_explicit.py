@@ -103,10 +103,10 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         return self._batch_index
 
     def _updated(
-        self, states: Sequence[Any], mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
-    ) -> list[Any]:
+        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+    ) -> Any:
         batch = self._batch.of(func_args)
-        (block,), (own,) = self._known.blocks, states
+        (block,), (own,) = self._known.blocks, state.blocks_states
         run = microbatch(
             self._examples,
             argnums=(3, 4),
@@ -116,7 +116,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         )
         keys = jax.random.split(rng, length_of(batch))
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        return [block.take_in(own, terms, block.sites_of({}), *how)]
+        return self._taken_in(state, [terms], [block.sites_of({})], how)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))

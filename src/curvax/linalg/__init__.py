@@ -15,6 +15,7 @@ from curvax.linalg._moving_average import (
 )
 from curvax.linalg._psd import (
     add_identity as add_identity,
+    per_matrix as per_matrix,
     psd_eigh as psd_eigh,
     psd_power as psd_power,
     spectral_power as spectral_power,

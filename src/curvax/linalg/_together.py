@@ -10,7 +10,7 @@ that takes: so all devices run the same program, and it does not grow with their
 
 import abc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from curvax import _compat
 from curvax._types import Array
 from curvax.linalg._psd import (
     add_identity,
@@ -31,7 +30,7 @@ from curvax.linalg._psd import (
     spectral_of,
     widened,
 )
-from curvax.parallel import shares
+from curvax.parallel import own_rows, shares
 
 __all__ = ["Eigenvectors", "MatrixTask", "Power", "computed"]
 
@@ -192,26 +191,15 @@ def _shared_out(stacks: Sequence[_Stack], axis_name: str) -> list[list[Any]]:
     for stack in stacks:
         own = [next(owners) for _ in stack.work]
         numbers = [[k for k, owner in enumerate(own) if owner == who] for who in range(count)]
-        found.append(_by_owners(stack.each, numbers, device))
+        found.append(own_rows(stack.each, numbers, device, _zeros(stack)))
     return [stack.split(own) for stack, own in zip(stacks, lax.psum(found, axis_name), strict=True)]
 
 
-def _by_owners(each: Callable[[Array], Any], numbers: list[list[int]], device: Array) -> Any:
-    """What a device has found of those numbers that are its own, with zeros for the others."""
-    lengths = jnp.asarray([len(own) for own in numbers], jnp.int32)
-    longest = max(map(len, numbers))
-    table = jnp.asarray([own + [0] * (longest - len(own)) for own in numbers], jnp.int32)
-
-    def body(turn: Array, found: Any) -> Any:
-        number = table[device, turn]
-        write = lambda x, row: lax.dynamic_update_index_in_dim(x, row, number, 0)
-        return jax.tree.map(write, found, each(number))
-
-    shapes = jax.eval_shape(each, device)
-    total = sum(map(len, numbers))
-    empty = jax.tree.map(lambda x: jnp.zeros((total, *x.shape), x.dtype), shapes)
-    empty = jax.tree.map(lambda x: _compat.varying_like(x, device), empty)
-    return lax.fori_loop(0, lengths[device], body, empty)
+def _zeros(stack: _Stack) -> Any:
+    """What is yet to be found of all matrices of a stack."""
+    shapes = jax.eval_shape(stack.each, jnp.zeros((), jnp.int32))
+    number = sum(stack.lengths)
+    return jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), shapes)
 
 
 def _is_worth_sharing(task: MatrixTask) -> bool:

@@ -1,0 +1,160 @@
+"""The states of Kronecker-factored blocks of one shape, with a row for each pair of factors.
+
+All functions are called on all devices of an axis, each with its own rows; or without an axis, with
+all rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax._types import Array
+from curvax.blocks import MatrixPower, TwoKroneckerFactored, multiplied, power_key
+from curvax.curvature._shards import Shard
+from curvax.linalg import WeightedMovingAverage, all_finite, computed
+from curvax.parallel import own_rows
+
+__all__ = ["ShardState", "averaged", "initial", "product_with", "refreshed", "states_of_blocks"]
+
+_NAMES = ("inputs_factor", "outputs_factor")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShardState:
+    """The factors of blocks of one shape.
+
+    Attributes:
+        factors: weighted sums of both factors, with a row for each pair; split among devices.
+        cache: powers of both, or their eigenvectors, likewise.
+        weight: for each block the weight of its sums.
+        refused: for each block how many batches were refused.
+    """
+
+    factors: dict[str, Array]
+    cache: dict[str, dict[str, Array]]
+    weight: Any
+    refused: Any
+
+
+def initial(shard: Shard, exact: Sequence[float], approx: Sequence[float]) -> ShardState:
+    """The state of a shard that has seen nothing yet."""
+    kronecker = shard.stacked((shard.num_rows,))
+    sides = kronecker.inputs, kronecker.outputs
+    zeros = lambda: [jnp.zeros(side.shape, shard.dtype) for side in sides]
+    named: Callable[[], dict[str, Array]] = lambda: dict(zip(_NAMES, zeros(), strict=True))
+    cache = {power_key(power): named() for power in approx}
+    if exact:
+        shapes = jax.eval_shape(kronecker.eigen, *zeros())
+        cache["eigen"] = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+    count = len(shard.blocks)
+    return ShardState(
+        named(), cache, jnp.zeros((count,), shard.dtype), jnp.zeros((count,), jnp.int32)
+    )
+
+
+def refreshed(
+    shard: Shard,
+    own: ShardState,
+    weights: Array,
+    powers: tuple[Sequence[float], Sequence[float]],
+    blocks: Sequence[int] | None,
+    axis: str | None,
+) -> ShardState:
+    """The state with exact and approximate powers in its cache, of some blocks or of all.
+
+    `weights` are what is added to the diagonals, for the rows of all devices.
+    """
+    scales = shard.mine(shard.to_rows(shard.per_unit(_scale(own))), axis)
+    weights, kronecker = shard.mine(weights, axis), shard.kronecker
+    exact, approx = powers
+
+    def each(row: Array) -> dict[str, Any]:
+        take = lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False)
+        inputs, outputs = (take(own.factors[name]) for name in _NAMES)
+        weight, scale = take(weights), take(scales)
+        cache = {name: jax.tree.map(take, x) for name, x in own.cache.items()}
+        for power in approx:
+            tasks = kronecker.power(inputs, outputs, weight, power, scales=(scale, scale))
+            cache[power_key(power)] = dict(zip(_NAMES, computed(tasks), strict=True))
+        if exact:
+            cache["eigen"] = kronecker.eigen(scale * inputs, scale * outputs)
+        return cache
+
+    device = jnp.zeros((), jnp.int32) if axis is None else lax.axis_index(axis)
+    return replace(own, cache=own_rows(each, shard.due(blocks, axis), device, own.cache))
+
+
+def product_with(
+    shard: Shard, own: ShardState, x: Array, how: MatrixPower, axis: str | None
+) -> Array:
+    """A power of the matrices of a device's rows, times what belongs to these."""
+    kronecker = shard.stacked((x.shape[0],))
+
+    def factors() -> tuple[Array, Array]:
+        rows = shard.mine(shard.to_rows(shard.per_unit(_scale(own))), axis)
+        of_row = lambda x: rows.reshape(-1, *[1] * (x.ndim - 1)) * x
+        inputs, outputs = (of_row(own.factors[name]) for name in _NAMES)
+        return inputs, outputs
+
+    return multiplied(kronecker, factors, lambda key: own.cache[key], x, how)
+
+
+def averaged(shard: Shard, own: ShardState, estimates: Sequence[Any], how: Any) -> ShardState:
+    """The state with estimates of all blocks in its averages; see `WeightedMovingAverage`.
+
+    A device that refuses its estimate keeps what there was before, in its part of the mean.
+    """
+    old, new, _, axis = how
+    old, new = (jnp.asarray(x).astype(shard.dtype) for x in (old, new))
+    pairs = list(zip(shard.blocks, estimates, strict=True))
+    fine = jnp.stack([all_finite(block.telling(found)) for block, found in pairs])
+    kept, taken = jnp.where(fine, old, 1), jnp.where(fine, new, 0)
+    refused = (~fine).astype(own.refused.dtype)
+    if axis is not None:
+        kept, taken = lax.pmean((kept, taken), axis)
+        refused = lax.pmax(refused, axis)
+    decay = shard.mine(shard.to_rows(shard.per_unit(kept)), axis)
+    factors: dict[str, Array] = {}
+    for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
+        ndim = len(side.shape)
+        values = [
+            jnp.where(is_fine, new * found[k].astype(shard.dtype), 0)
+            for is_fine, (_, found) in zip(fine, pairs, strict=True)
+        ]
+        rows = shard.to_rows(shard.units(values, ndim))
+        if axis is not None:
+            summed = lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
+            rows = summed / lax.axis_size(axis)
+        factors[name] = decay.reshape(-1, *[1] * ndim) * own.factors[name] + rows
+    return replace(
+        own, factors=factors, weight=own.weight * kept + taken, refused=own.refused + refused
+    )
+
+
+def states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
+    """The states that the blocks would have by themselves, from a state with all rows."""
+    split = lambda x: shard.of_blocks(shard.from_rows(x))
+    factors = {name: split(x) for name, x in own.factors.items()}
+    caches = {key: {name: split(x) for name, x in kept.items()} for key, kept in own.cache.items()}
+
+    def state(number: int, block: TwoKroneckerFactored) -> Any:
+        stack = block.kronecker.inputs.stack
+        shaped = lambda units: units[number].reshape(*stack, *units[number].shape[1:])
+        averages = {
+            name: WeightedMovingAverage(own.weight[number], shaped(x), own.refused[number])
+            for name, x in factors.items()
+        }
+        cache = {key: {name: shaped(x) for name, x in kept.items()} for key, kept in caches.items()}
+        return block.State(cache=cache, **averages)
+
+    return [state(number, block) for number, block in enumerate(shard.blocks)]
+
+
+def _scale(own: ShardState) -> Array:
+    """What the weighted sums of each block are multiplied by to be averages."""
+    return 1 / jnp.where(own.weight == 0, 1, own.weight)

@@ -1,0 +1,204 @@
+"""`ShardedCurvature`: curvature of which each device keeps and inverts a share.
+
+The estimate is that of `BlockDiagonalCurvature`. But of the factors of Kronecker-factored blocks,
+and of their inverses, a device has some and not all: those pairs of which `Shard` says that they
+are its own. Sums over examples are sent to whoever has the factor; products with inverses are
+computed where these are, and sent to all. Blocks of other kinds are the same on all devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from curvax._types import Array, PyTree
+from curvax.blocks import (
+    MatrixPower,
+    Powers,
+    powers_of,
+)
+from curvax.curvature._block_diagonal import BlockDiagonalCurvature, Update
+from curvax.curvature._estimator import IdentityWeight
+from curvax.curvature._passes import Terms, has_own_update
+from curvax.curvature._shard_state import (
+    averaged,
+    initial,
+    product_with,
+    refreshed,
+    states_of_blocks,
+)
+from curvax.curvature._shards import Shard, shards_of
+from curvax.curvature._structure import Structure
+
+__all__ = ["ShardedCurvature"]
+
+
+class ShardedCurvature(BlockDiagonalCurvature):
+    """`BlockDiagonalCurvature`, of whose Kronecker factors each device has a share.
+
+    Methods that are called with a `pmap_axis_name` are called on all devices of that axis, each
+    with its own rows of the state; `specs` says which arrays are split. Without one, the state has
+    all rows.
+
+    Arguments:
+        func: as in `BlockDiagonalCurvature`, and so are all that are not named here.
+        num_devices: among how many devices the state is split.
+    """
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class State(BlockDiagonalCurvature.State):
+        """What the estimator keeps.
+
+        Attributes:
+            blocks_states: the state of each block, and None for those that are split.
+            shards: the factors of all others, by their shapes.
+        """
+
+        shards: tuple[Any, ...]
+
+    def __init__(self, *args: Any, num_devices: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_devices = num_devices
+        self._shards: list[Shard] = []
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Which blocks are split, and which device has what of them."""
+        return self._shards
+
+    def specs(self, names: Any, state: Any) -> Any:
+        """How a state is split along axes of a mesh: specs in place of its arrays."""
+        split, whole = PartitionSpec(names), PartitionSpec()
+        specs: Any = jax.tree.map(lambda _: whole, state)
+        rows = lambda tree: jax.tree.map(lambda _: split, tree)
+        shards = [
+            replace(own, factors=rows(own.factors), cache=rows(own.cache)) for own in specs.shards
+        ]
+        return replace(specs, shards=tuple(shards))
+
+    def init(
+        self,
+        rng: Array,
+        func_args: Sequence[PyTree],
+        exact_powers_to_cache: Powers,
+        approx_powers_to_cache: Powers,
+        cache_eigenvalues: bool = False,
+    ) -> Any:
+        self.finalize(func_args)
+        self._check_no_eigenvalues(cache_eigenvalues)
+        keys = jax.random.split(rng, self.num_blocks)
+        options = exact_powers_to_cache, approx_powers_to_cache, False
+        whole = [None] * self.num_blocks
+        for number in self._whole:
+            whole[number] = self._known.blocks[number].init(keys[number], *options)
+        powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
+        return self.State(tuple(whole), tuple(initial(shard, *powers) for shard in self._shards))
+
+    def update_cache(
+        self,
+        state: Any,
+        identity_weight: IdentityWeight,
+        exact_powers: Powers,
+        approx_powers: Powers,
+        eigenvalues: bool,
+        pmap_axis_name: str | None,
+        *,
+        blocks: Sequence[int] | None = None,
+    ) -> Any:
+        self._check_no_eigenvalues(eigenvalues)
+        weights = self._per_block(identity_weight)
+        powers = powers_of(exact_powers), powers_of(approx_powers)
+        shards = [
+            refreshed(shard, own, self._weights(shard, weights), powers, blocks, pmap_axis_name)
+            for shard, own in zip(self._shards, state.shards, strict=True)
+        ]
+        state = replace(state, shards=tuple(shards))
+        options = (exact_powers, approx_powers, eigenvalues, pmap_axis_name)
+        return super().update_cache(state, identity_weight, *options, blocks=blocks)
+
+    def whole_state(self, state: Any) -> Any:
+        """The state that `BlockDiagonalCurvature` would have, from one with all rows."""
+        states = list(state.blocks_states)
+        for shard, own in zip(self._shards, state.shards, strict=True):
+            for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
+                states[number] = found
+        return BlockDiagonalCurvature.State(tuple(states))
+
+    def block_eigenvalues(self, state: Any, use_cached: bool) -> tuple[Array, ...]:
+        self._check_no_eigenvalues(use_cached)
+        return super().block_eigenvalues(self.whole_state(state), use_cached)
+
+    def to_diagonal_block_dense_matrix(self, state: Any) -> tuple[Array, ...]:
+        return super().to_diagonal_block_dense_matrix(self.whole_state(state))
+
+    def _make(self, func_args: Sequence[PyTree]) -> Structure:
+        made = super()._make(func_args)
+        own = [block.name for block in made.blocks if has_own_update(block)]
+        if own:
+            raise ValueError(
+                f"{self._where}: a state that is split among devices goes with blocks of curvax, "
+                f"but {', '.join(own)} override update_curvature_matrix_estimate."
+            )
+        self._shards = shards_of(made.blocks, self._num_devices)
+        return made
+
+    @property
+    def _whole(self) -> Sequence[int]:
+        split = {number for shard in self._shards for number in shard.numbers}
+        return [number for number in range(self.num_blocks) if number not in split]
+
+    def _products(
+        self,
+        state: Any,
+        vectors: Sequence[Any],
+        weights: Sequence[ArrayLike],
+        options: tuple[float | int, bool, bool],
+        axis: str | None,
+    ) -> dict[int, Sequence[Array]]:
+        found = super()._products(state, vectors, weights, options, axis)
+        for shard, own in zip(self._shards, state.shards, strict=True):
+            mats = [
+                block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[number]])
+                for number, block in zip(shard.numbers, shard.blocks, strict=True)
+            ]
+            x = shard.mine(shard.to_rows(shard.units(mats, 2)), axis)
+            weight = shard.mine(self._weights(shard, weights), axis)
+            product = product_with(shard, own, x, MatrixPower(weight, *options), axis)
+            if axis is not None:
+                product = lax.all_gather(product, axis, tiled=True)
+            units = shard.of_blocks(shard.from_rows(product))
+            for number, block, own_units, mat in zip(
+                shard.numbers, shard.blocks, units, mats, strict=True
+            ):
+                scale = jnp.asarray(block.fixed_scale()).astype(shard.dtype) ** options[0]
+                found[number] = block.of_matrices(scale * own_units.reshape(mat.shape))
+        return found
+
+    def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
+        shards = []
+        for shard, own in zip(self._shards, state.shards, strict=True):
+            estimates = [
+                block.estimate(terms[number], sites[number], how[2])
+                for number, block in zip(shard.numbers, shard.blocks, strict=True)
+            ]
+            shards.append(averaged(shard, own, estimates, how))
+        return super()._taken_in(replace(state, shards=tuple(shards)), terms, sites, how)
+
+    def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
+        """What is added to the diagonals, for each row."""
+        pairs = zip(shard.numbers, shard.blocks, strict=True)
+        scaled = [jnp.asarray(weights[n]) / block.fixed_scale() for n, block in pairs]
+        return shard.to_rows(shard.per_unit(jnp.stack(scaled)))
+
+    def _check_no_eigenvalues(self, wanted: bool) -> None:
+        if wanted:
+            raise ValueError(
+                f"{self._where}: a state that is split among devices has no eigenvalues in its "
+                f"cache. Compute them when they are needed: use_cached=False."
+            )

@@ -1,0 +1,99 @@
+"""A state that is split among devices is the whole one, and each device has its share of work.
+
+JAX fixes its number of devices when it starts, so `split_programs.py` runs in a process of its own,
+which has eight.
+"""
+
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import curvax
+from curvax.curvature import ShardedCurvature
+from helpers import run_on_devices
+
+PROGRAMS = Path(__file__).with_name("split_programs.py")
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts"),
+    [
+        ("fisher_exact", ["2"]),
+        pytest.param("fisher_exact", ["1", "3", "8"], marks=pytest.mark.slow),
+        pytest.param("fisher_empirical", ["2", "8"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_split_state_is_the_whole_one(mode, counts):
+    """Estimates, powers and products, with stacks and heads; one device refuses a batch."""
+    assert "programs agree" in run_on_devices(PROGRAMS, 8, mode, *counts)
+
+
+def estimator_of(widths, count):
+    """Curvature of a network with dense layers of these widths, shared out among devices."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        curvax.register_squared_error_loss(x, jnp.zeros_like(x))
+
+    params = [jnp.ones(pair) for pair in itertools.pairwise(widths)]
+    estimator = ShardedCurvature(loss, num_devices=count)
+    estimator.finalize((params, jnp.ones((2, widths[0]))))
+    return estimator
+
+
+@given(widths=st.lists(st.sampled_from([2, 3, 5]), min_size=2, max_size=9), count=st.integers(1, 5))
+def test_every_pair_of_factors_is_on_one_device(widths, count):
+    shards = estimator_of(widths, count).shards
+    assert sorted(n for shard in shards for n in shard.numbers) == list(range(len(widths) - 1))
+    for shard in shards:
+        units = sum(shard.lengths)
+        assert sorted(unit for own in shard.places for unit in own) == list(range(units))
+        assert max(map(len, shard.places)) <= shard.rows == -(-units // count)
+        values = jnp.arange(1.0, units + 1)
+        rows = shard.to_rows(values)
+        assert rows.shape == (shard.num_rows,)
+        np.testing.assert_array_equal(shard.from_rows(rows), values)
+        assert float(rows.sum()) == float(values.sum())
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_no_device_has_much_more_work_than_is_necessary(count):
+    """At most 4/3 of the larger of the mean and the most that a single pair takes."""
+    shards = estimator_of([9, 16, 16, 16, 8, 8, 16, 16, 3, 8, 8, 16], count).shards
+    loads, largest = np.zeros(count), 0.0
+    for shard in shards:
+        work = sum(side.work for side in shard.sides)
+        loads += [work * len(own) for own in shard.places]
+        largest = max(largest, work)
+    assert loads.max() <= 4 / 3 * max(loads.mean(), largest)
+
+
+class OwnUpdate(curvax.DenseTwoKroneckerFactored):
+    def update_curvature_matrix_estimate(self, state, *args):
+        return state
+
+
+def test_blocks_with_an_update_of_their_own_are_refused():
+    def loss(w, x):
+        curvax.register_squared_error_loss(x @ w, jnp.zeros((2, 3)))
+
+    ctors = {"dense": OwnUpdate}
+    estimator = ShardedCurvature(loss, num_devices=2, layer_tag_to_block_ctor=ctors)
+    with pytest.raises(ValueError, match="split among devices goes with blocks of curvax"):
+        estimator.finalize((jnp.ones((4, 3)), jnp.ones((2, 4))))
+
+
+def test_eigenvalues_are_not_cached():
+    estimator = estimator_of([2, 3], 2)
+    args = ([jnp.ones((2, 3))], jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="no eigenvalues in its cache"):
+        estimator.init(jax.random.key(0), args, None, -1, True)
+    state = estimator.init(jax.random.key(0), args, None, -1)
+    with pytest.raises(ValueError, match="use_cached=False"):
+        estimator.update_cache(state, 0.1, None, -1, True, None)
