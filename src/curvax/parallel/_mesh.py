@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -24,6 +25,11 @@ __all__ = ["Axis", "MeshAxis"]
 Axis = str | Sequence[str]
 """The name of an axis of a mesh, or of several that count as one."""
 
+_CLOSED_OVER = (
+    "curvax: if the function closes over an array that is on a mesh with Explicit axes, pass it as "
+    "an argument instead; JAX cannot close over such arrays in what runs on several devices."
+)
+
 
 @dataclass(frozen=True)
 class MeshAxis:
@@ -33,11 +39,16 @@ class MeshAxis:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, mesh: Any, axis: Any, where: str) -> "MeshAxis | None":
-        """What the user gave as `mesh` and `axis`. None is no mesh."""
+    def of(cls, mesh: Any, axis: Any, where: str, replicated: bool = False) -> "MeshAxis | None":
+        """What the user gave as `mesh`, `axis` and `replicated`. None is no mesh."""
         if mesh is None:
             if axis is not None:
                 raise ValueError(f"{where}: axis={axis!r} is an axis of a mesh; give mesh as well.")
+            if replicated:
+                raise ValueError(
+                    f"{where}: replicated=True asks for results on every device of a mesh; give "
+                    f"mesh as well."
+                )
             return None
         if not isinstance(mesh, Mesh):
             raise TypeError(
@@ -51,7 +62,8 @@ class MeshAxis:
                     f"is to be split, with axis=."
                 )
             return cls(mesh, tuple(mesh.axis_names))
-        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        is_one = isinstance(axis, str) or not isinstance(axis, Sequence)
+        names = (axis,) if is_one else tuple(axis)
         missing = [name for name in names if name not in mesh.axis_names]
         if missing or not names or len(set(names)) < len(names):
             raise ValueError(
@@ -64,6 +76,14 @@ class MeshAxis:
     def count(self) -> int:
         """How many devices there are along it."""
         return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def count_here(self) -> int:
+        """How many of these parts are those of devices of this process."""
+        axes = [self.mesh.axis_names.index(name) for name in self.names]
+        each = np.ndenumerate(self.mesh.devices)
+        here = [place for place, device in each if device.process_index == jax.process_index()]
+        return len({tuple(place[axis] for axis in axes) for place in here})
 
     @property
     def is_shared(self) -> bool:
@@ -84,43 +104,96 @@ class MeshAxis:
         """The number of the device that asks, in a function that runs on all."""
         return lax.axis_index(self.names)
 
+    def sum(self, x: Array) -> Array:
+        """The sum of what the devices have, in a function that runs on all."""
+        return lax.psum(x, self.names)
+
+    def stacked(self, x: Array) -> Array:
+        """What each device has, along a new first axis, in a function that runs on all."""
+        return lax.all_gather(x, self.names)
+
+    def joined(self, x: Array, position: int) -> Array:
+        """The parts of an array that is split along this axis of its own, put together."""
+        return lax.all_gather(x, self.names, axis=position, tiled=True)
+
     def on_all(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`fun` on all devices at once, each with its part of arguments and results.
 
         Specs are as for `jax.shard_map`: of all arguments, a tuple of pytrees that may be prefixes.
+        They are about the axes along which work is split. How arrays are split along others is
+        left to them.
         """
-        mapped = jax.shard_map(
-            fun,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.names),
-            check_vma=False,
-        )
 
         def call(*args: Any) -> Any:
-            if AxisType.Explicit in self.mesh.axis_types:
+            around = jax.sharding.get_abstract_mesh()
+            mesh: Any = around if AxisType.Manual in around.axis_types else self.mesh
+            if AxisType.Explicit in mesh.axis_types:
                 # Arrays say in their types how they are split, and must say what specs do.
-                args = tuple(map(self._resharded, in_specs, args))
-            return mapped(*args)
+                args = tuple(self._typed(mesh, *pair) for pair in zip(in_specs, args, strict=True))
+            options: Any = {"mesh": mesh, "axis_names": set(self.names), "check_vma": False}
+            mapped = jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, **options)
+            try:
+                return mapped(*args)
+            except (NotImplementedError, ValueError) as error:
+                if AxisType.Explicit in mesh.axis_types and "Explicit" in str(error):
+                    error.add_note(_CLOSED_OVER)
+                raise
 
         # Only compiled programs can leave other axes of the mesh alone.
         return jax.jit(call)
 
-    def _resharded(self, specs: Any, tree: PyTree) -> PyTree:
-        to = lambda spec, part: jax.tree.map(
-            lambda x: jax.sharding.reshard(x, NamedSharding(self.mesh, spec)), part
-        )
-        return jax.tree.map(to, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    def _typed(self, mesh: Any, specs: Any, tree: PyTree) -> PyTree:
+        """The arrays of a tree, split as specs say by their types, and as they were besides."""
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def check_divides(self, length: int, what: str, where: str) -> None:
-        """Check that as many can be dealt out evenly."""
-        if length % self.count:
-            lower = length - length % self.count
-            one_of = f"{lower} or {lower + self.count}" if lower else f"{self.count}"
+        def entry(wanted: Any, found: Any) -> tuple[str, ...]:
+            others = [name for name in _names(found) if name not in self.names]
+            return tuple(n for n in (*_names(wanted), *others) if kinds[n] is AxisType.Explicit)
+
+        def reshard(spec: PartitionSpec, x: Array) -> Array:
+            found = getattr(jax.typeof(x).sharding, "spec", ())
+            pairs = zip(*([*s, *[None] * (x.ndim - len(s))] for s in (spec, found)), strict=True)
+            to = PartitionSpec(*(entry(*pair) or None for pair in pairs))
+            return jax.sharding.reshard(x, NamedSharding(mesh, to))
+
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda x: reshard(spec, x), part),
+            specs,
+            tree,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+    def check_outside(self, where: str) -> None:
+        """Check that this is not called by a function that runs on all devices already."""
+        around = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+        manual = [name for name, kind in kinds.items() if kind is AxisType.Manual]
+        inside = [name for name in self.names if name in manual]
+        if inside:
             raise ValueError(
-                f"{where}: {what} is split evenly among {self.count} devices of the mesh, but has "
-                f"{length} examples, which {self.count} does not divide. Use {one_of}."
+                f"{where}: mesh= splits work along {self.names}, but is called inside of a "
+                f"jax.shard_map over {tuple(manual)}, where each device has its part already. "
+                f"Leave mesh out there, or call it outside."
+            )
+        if manual and dict(around.shape) != dict(self.mesh.shape):
+            raise ValueError(
+                f"{where}: the mesh has the axes {dict(self.mesh.shape)}, but this is called "
+                f"inside of a jax.shard_map over {tuple(manual)} of another mesh, which has "
+                f"{dict(around.shape)}. Use one mesh for both."
+            )
+
+    def check_divides(
+        self, length: int, what: str, where: str, *, is_of_process: bool = False
+    ) -> None:
+        """Check that as many can be dealt out evenly: among all devices, or this process's own."""
+        count = self.count_here if is_of_process else self.count
+        if length % count:
+            lower = length - length % count
+            one_of = f"{lower} or {lower + count}" if lower else f"{count}"
+            raise ValueError(
+                f"{where}: {what} is split evenly among {count} devices of "
+                f"{'this process' if is_of_process else 'the mesh'}, but has {length} examples, "
+                f"which {count} does not divide. Use {one_of}."
             )
 
     def check_placement(self, name: str, tree: PyTree, where: str) -> None:
@@ -137,3 +210,10 @@ class MeshAxis:
                     f"({len(devices)} devices). Move it there by jax.device_put(…, jax.sharding."
                     f"NamedSharding(mesh, jax.sharding.PartitionSpec()))."
                 )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The names of the axes in an entry of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
