@@ -3,16 +3,14 @@
 Nothing here knows of layers.
 """
 
+from curvax.linalg._finite import all_finite as all_finite
 from curvax.linalg._kronecker import (
     Eigen as Eigen,
     Kronecker as Kronecker,
     from_basis as from_basis,
     to_basis as to_basis,
 )
-from curvax.linalg._moving_average import (
-    WeightedMovingAverage as WeightedMovingAverage,
-    all_finite as all_finite,
-)
+from curvax.linalg._moving_average import WeightedMovingAverage as WeightedMovingAverage
 from curvax.linalg._psd import (
     add_identity as add_identity,
     per_matrix as per_matrix,

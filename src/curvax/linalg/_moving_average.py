@@ -10,14 +10,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
+from curvax.linalg._finite import all_finite
 
-__all__ = ["WeightedMovingAverage", "all_finite"]
-
-
-def all_finite(values: PyTree) -> Array:
-    """Whether all arrays are finite."""
-    each = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(values)]
-    return jnp.all(jnp.asarray(each, bool))
+__all__ = ["WeightedMovingAverage"]
 
 
 @jax.tree_util.register_dataclass
