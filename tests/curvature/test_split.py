@@ -74,6 +74,21 @@ def test_no_device_has_much_more_work_than_is_necessary(count):
     assert loads.max() <= 4 / 3 * max(loads.mean(), largest)
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_units_are_summed_where_their_row_is_and_sent_to_all(count):
+    """By rows, or all units at once where most rows have none; here on devices of a `vmap`."""
+    shards = estimator_of([4, 4, 4, 4, 3], count).shards
+    assert [shard.is_sparse for shard in shards] == [count == 8, count > 2]
+    for shard in shards:
+        shape = (count, sum(shard.lengths), 2)
+        units = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
+        rows = jax.vmap(lambda x, s=shard: s.mine_of_sum(x, "d"), axis_name="d")(units)
+        expected = shard.to_rows(units.sum(0))
+        np.testing.assert_allclose(rows.reshape(expected.shape), expected, 1e-12)
+        found = jax.vmap(lambda x, s=shard: s.of_all(x, "d"), axis_name="d")(rows)
+        np.testing.assert_allclose(found, jnp.broadcast_to(units.sum(0), shape), 1e-12)
+
+
 class OwnUpdate(curvax.DenseTwoKroneckerFactored):
     def update_curvature_matrix_estimate(self, state, *args):
         return state

@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvax._types import Array
+from curvax._types import Array, PyTree
 from curvax.blocks import MatrixPower, TwoKroneckerFactored, multiplied, power_key
 from curvax.curvature._shards import Shard
 from curvax.linalg import WeightedMovingAverage, all_finite, computed
 from curvax.parallel import own_rows
 
-__all__ = ["ShardState", "averaged", "initial", "product_with", "refreshed", "states_of_blocks"]
+__all__ = [
+    "ShardState",
+    "averaged",
+    "by_leaf",
+    "initial",
+    "product_with",
+    "refreshed",
+    "states_of_blocks",
+]
 
 _NAMES = ("inputs_factor", "outputs_factor")
 
@@ -41,9 +49,25 @@ class ShardState:
     refused: Any
 
 
-def initial(shard: Shard, exact: Sequence[float], approx: Sequence[float]) -> ShardState:
-    """The state of a shard that has seen nothing yet."""
-    kronecker = shard.stacked((shard.num_rows,))
+def by_leaf(fun: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
+    """A function of each leaf of a state, and of the axis along which that is split, if any."""
+    is_shard = lambda x: isinstance(x, ShardState)
+    whole = lambda tree: jax.tree.map(lambda x: fun(x, None), tree)
+    rows = lambda tree: jax.tree.map(lambda x: fun(x, 0), tree)
+
+    def mapped(x: Any) -> Any:
+        if not is_shard(x):
+            return fun(x, None)
+        return ShardState(rows(x.factors), rows(x.cache), whole(x.weight), whole(x.refused))
+
+    return jax.tree.map(mapped, tree, is_leaf=is_shard)
+
+
+def initial(
+    shard: Shard, exact: Sequence[float], approx: Sequence[float], num_rows: int
+) -> ShardState:
+    """The state of a shard that has seen nothing yet, with so many rows."""
+    kronecker = shard.stacked((num_rows,))
     sides = kronecker.inputs, kronecker.outputs
     zeros = lambda: [jnp.zeros(side.shape, shard.dtype) for side in sides]
     named: Callable[[], dict[str, Array]] = lambda: dict(zip(_NAMES, zeros(), strict=True))
@@ -67,9 +91,9 @@ def refreshed(
 ) -> ShardState:
     """The state with exact and approximate powers in its cache, of some blocks or of all.
 
-    `weights` are what is added to the diagonals, for the rows of all devices.
+    `weights` are what is added to the diagonals, for each unit.
     """
-    scales = shard.mine(shard.to_rows(shard.per_unit(_scale(own))), axis)
+    scales = shard.mine(shard.per_unit(_scale(own)), axis)
     weights, kronecker = shard.mine(weights, axis), shard.kronecker
     exact, approx = powers
 
@@ -96,7 +120,7 @@ def product_with(
     kronecker = shard.stacked((x.shape[0],))
 
     def factors() -> tuple[Array, Array]:
-        rows = shard.mine(shard.to_rows(shard.per_unit(_scale(own))), axis)
+        rows = shard.mine(shard.per_unit(_scale(own)), axis)
         of_row = lambda x: rows.reshape(-1, *[1] * (x.ndim - 1)) * x
         inputs, outputs = (of_row(own.factors[name]) for name in _NAMES)
         return inputs, outputs
@@ -118,7 +142,7 @@ def averaged(shard: Shard, own: ShardState, estimates: Sequence[Any], how: Any) 
     if axis is not None:
         kept, taken = lax.pmean((kept, taken), axis)
         refused = lax.pmax(refused, axis)
-    decay = shard.mine(shard.to_rows(shard.per_unit(kept)), axis)
+    decay = shard.mine(shard.per_unit(kept), axis)
     factors: dict[str, Array] = {}
     for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
         ndim = len(side.shape)
@@ -126,10 +150,9 @@ def averaged(shard: Shard, own: ShardState, estimates: Sequence[Any], how: Any) 
             jnp.where(is_fine, new * found[k].astype(shard.dtype), 0)
             for is_fine, (_, found) in zip(fine, pairs, strict=True)
         ]
-        rows = shard.to_rows(shard.units(values, ndim))
+        rows = shard.mine_of_sum(shard.units(values, ndim), axis)
         if axis is not None:
-            summed = lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
-            rows = summed / lax.axis_size(axis)
+            rows = rows / lax.axis_size(axis)
         factors[name] = decay.reshape(-1, *[1] * ndim) * own.factors[name] + rows
     return replace(
         own, factors=factors, weight=own.weight * kept + taken, refused=own.refused + refused

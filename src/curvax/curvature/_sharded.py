@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.blocks import (
     MatrixPower,
@@ -27,6 +27,7 @@ from curvax.curvature._estimator import IdentityWeight
 from curvax.curvature._passes import Terms, has_own_update
 from curvax.curvature._shard_state import (
     averaged,
+    by_leaf,
     initial,
     product_with,
     refreshed,
@@ -48,6 +49,8 @@ class ShardedCurvature(BlockDiagonalCurvature):
     Arguments:
         func: as in `BlockDiagonalCurvature`, and so are all that are not named here.
         num_devices: among how many devices the state is split.
+        axis_name: the name of the axis of these devices. Where functions run on all of them, `init`
+            makes the rows of each; elsewhere, and without a name, all rows.
     """
 
     @jax.tree_util.register_dataclass
@@ -62,9 +65,11 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
         shards: tuple[Any, ...]
 
-    def __init__(self, *args: Any, num_devices: int, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, num_devices: int, axis_name: str | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._num_devices = num_devices
+        self._num_devices, self._axis = num_devices, axis_name
         self._shards: list[Shard] = []
 
     @property
@@ -74,13 +79,8 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     def specs(self, names: Any, state: Any) -> Any:
         """How a state is split along axes of a mesh: specs in place of its arrays."""
-        split, whole = PartitionSpec(names), PartitionSpec()
-        specs: Any = jax.tree.map(lambda _: whole, state)
-        rows = lambda tree: jax.tree.map(lambda _: split, tree)
-        shards = [
-            replace(own, factors=rows(own.factors), cache=rows(own.cache)) for own in specs.shards
-        ]
-        return replace(specs, shards=tuple(shards))
+        spec = lambda _, position: PartitionSpec() if position is None else PartitionSpec(names)
+        return by_leaf(spec, state)
 
     def init(
         self,
@@ -98,7 +98,10 @@ class ShardedCurvature(BlockDiagonalCurvature):
         for number in self._whole:
             whole[number] = self._known.blocks[number].init(keys[number], *options)
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
-        return self.State(tuple(whole), tuple(initial(shard, *powers) for shard in self._shards))
+        is_one_of_all = self._axis is not None and _compat.is_bound(self._axis)
+        rows = lambda shard: shard.rows if is_one_of_all else shard.num_rows
+        shards = [initial(shard, *powers, rows(shard)) for shard in self._shards]
+        return self.State(tuple(whole), tuple(shards))
 
     def update_cache(
         self,
@@ -167,12 +170,10 @@ class ShardedCurvature(BlockDiagonalCurvature):
                 block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[number]])
                 for number, block in zip(shard.numbers, shard.blocks, strict=True)
             ]
-            x = shard.mine(shard.to_rows(shard.units(mats, 2)), axis)
+            x = shard.mine(shard.units(mats, 2), axis)
             weight = shard.mine(self._weights(shard, weights), axis)
             product = product_with(shard, own, x, MatrixPower(weight, *options), axis)
-            if axis is not None:
-                product = lax.all_gather(product, axis, tiled=True)
-            units = shard.of_blocks(shard.from_rows(product))
+            units = shard.of_blocks(shard.of_all(product, axis))
             for number, block, own_units, mat in zip(
                 shard.numbers, shard.blocks, units, mats, strict=True
             ):
@@ -191,10 +192,10 @@ class ShardedCurvature(BlockDiagonalCurvature):
         return super()._taken_in(replace(state, shards=tuple(shards)), terms, sites, how)
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
-        """What is added to the diagonals, for each row."""
+        """What is added to the diagonals, for each unit."""
         pairs = zip(shard.numbers, shard.blocks, strict=True)
         scaled = [jnp.asarray(weights[n]) / block.fixed_scale() for n, block in pairs]
-        return shard.to_rows(shard.per_unit(jnp.stack(scaled)))
+        return shard.per_unit(jnp.stack(scaled))
 
     def _check_no_eigenvalues(self, wanted: bool) -> None:
         if wanted:

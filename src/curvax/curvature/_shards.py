@@ -79,11 +79,7 @@ class Shard:
 
     def to_rows(self, units: Array) -> Array:
         """The rows of all devices, from all units; the others are zero."""
-        slots = [[*own, *[-1] * (self.rows - len(own))] for own in self.places]
-        numbers = np.asarray(slots).reshape(-1)
-        found = units[np.maximum(numbers, 0)]
-        is_there = (numbers >= 0).reshape(-1, *[1] * (units.ndim - 1))
-        return jnp.where(jnp.broadcast_to(is_there, found.shape), found, 0)
+        return self._filled(units, self._slots.reshape(-1))
 
     def from_rows(self, rows: Array) -> Array:
         """All units, from the rows of all devices."""
@@ -94,11 +90,48 @@ class Shard:
         }
         return rows[np.asarray([where[unit] for unit in range(sum(self.lengths))])]
 
-    def mine(self, rows: Array, axis: str | None) -> Array:
-        """Of the rows of all devices those of the device that asks; without an axis all of them."""
+    def mine(self, units: Array, axis: str | None) -> Array:
+        """The rows of the device that asks, from all units; without an axis all rows."""
         if axis is None:
-            return rows
-        return lax.dynamic_slice_in_dim(rows, lax.axis_index(axis) * self.rows, self.rows)
+            return self.to_rows(units)
+        return self._filled(units, jnp.asarray(self._slots)[lax.axis_index(axis)])
+
+    def mine_of_sum(self, units: Array, axis: str | None) -> Array:
+        """As `mine`, of the sum over devices of the units that each has."""
+        if axis is None or self.is_sparse:
+            return self.mine(units if axis is None else lax.psum(units, axis), axis)
+        return lax.psum_scatter(self.to_rows(units), axis, scatter_dimension=0, tiled=True)
+
+    def of_all(self, rows: Array, axis: str | None) -> Array:
+        """All units, from the rows of each device; without an axis from all rows."""
+        if axis is None or not self.is_sparse:
+            whole = rows if axis is None else lax.all_gather(rows, axis, tiled=True)
+            return self.from_rows(whole)
+        number = sum(self.lengths)
+        slots = np.where(self._slots < 0, number, self._slots)
+        own = jnp.zeros((number, *rows.shape[1:]), rows.dtype)
+        own = own.at[jnp.asarray(slots)[lax.axis_index(axis)]].set(rows, mode="drop")
+        return lax.psum(own, axis)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether most rows have no unit, as on many devices.
+
+        What is sent is then a sum of all units, twice, and not rows of which there would be the
+        more the more devices there are.
+        """
+        return self.num_rows > 2 * sum(self.lengths)
+
+    @property
+    def _slots(self) -> np.ndarray:
+        """For each device the unit in each of its rows; -1 where there is none."""
+        return np.asarray([[*own, *[-1] * (self.rows - len(own))] for own in self.places])
+
+    def _filled(self, units: Array, numbers: Any) -> Array:
+        """Rows with the units of these numbers; zero where there is none."""
+        found = units[jnp.maximum(numbers, 0)]
+        is_there = (jnp.asarray(numbers) >= 0).reshape(-1, *[1] * (units.ndim - 1))
+        return jnp.where(jnp.broadcast_to(is_there, found.shape), found, 0)
 
     def due(self, blocks: Sequence[int] | None, axis: str | None) -> list[list[int]]:
         """For each device, which of its rows have units of these blocks; without an axis of all."""
