@@ -6,7 +6,7 @@ needed is close to affine in the size, so a few compilations find the largest th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from curvax.memory._program import Executable, Program
 from curvax.memory._search import largest_that_fits
 from curvax.memory._usage import MemoryUsage
 
-__all__ = ["MemoryPlan", "Trial", "plan_batch_size", "plan_size"]
+__all__ = ["MemoryPlan", "Trial", "plan_at", "plan_batch_size", "plan_size"]
 
 ADVICE = (
     "What else helps: checkpoint=True where there is such an option, a smaller dtype, or streaming "
@@ -205,5 +205,17 @@ def plan_size(
         budget_bytes=budget,
         trials=tuple(trials),
         max_size=sizes[-1],
+        executable=executable,
+    )
+
+
+def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
+    """The plan with another size, whose program this is."""
+    return replace(
+        plan,
+        batch_size=size,
+        num_batches=-(-plan.max_size // size),
+        usage=executable.usage,
+        trials=(*plan.trials, Trial(size, executable.usage)),
         executable=executable,
     )

@@ -20,7 +20,7 @@ from curvax._tree import as_key
 from curvax._types import Fun, PyTree
 from curvax.memory._bytes import Budget, parse_memory
 from curvax.memory._cache import FunctionCache
-from curvax.memory._plan import ADVICE, MemoryPlan, plan_size
+from curvax.memory._plan import ADVICE, MemoryPlan, plan_at, plan_size
 from curvax.memory._program import Executable, Program
 from curvax.memory._timing import fastest
 
@@ -107,6 +107,7 @@ class BudgetRequest:
     objective: Objective
     where: str
     advice: str = ADVICE
+    is_shared: bool = False
 
     @classmethod
     def of(
@@ -118,8 +119,13 @@ class BudgetRequest:
         plan_for: PlanFor = "value",
         objective: Objective = "memory",
         advice: str = ADVICE,
+        is_shared: bool = False,
     ) -> "BudgetRequest | None":
-        """Check what the user gave: a budget, or one of the named sizes. None is no budget."""
+        """Check what the user gave: a budget, or one of the named sizes. None is no budget.
+
+        `is_shared` says that several processes run the program together and all make this request.
+        They must then do as the first of them.
+        """
         for name, choice, kinds in (
             ("plan_for", plan_for, get_args(PlanFor)),
             ("objective", objective, get_args(Objective)),
@@ -140,7 +146,7 @@ class BudgetRequest:
                     f"memory_budget={memory_budget!r}."
                 )
         parse_memory(memory_budget)
-        return cls(memory_budget, plan_for, objective, where, advice)
+        return cls(memory_budget, plan_for, objective, where, advice, is_shared)
 
     def run(
         self,
@@ -195,11 +201,25 @@ class BudgetRequest:
             part, share = rehearse(size)
             return call.program(part), share
 
-        plan = plan_size(program, sizes, parse_memory(self.budget), self.where, self.advice)
+        sent = _compat.sent_by_first if self.is_shared else lambda number: number
+        budget = _joined(sent(_digits(parse_memory(self.budget))))
+        plan = plan_size(program, sizes, budget, self.where, self.advice)
         if self.objective == "time":
-            plan = fastest(plan, program, timed, None if of_gradient else call.leaves)
+            plan = fastest(plan, program, timed, None if of_gradient else call.leaves, sent)
+        size = int(sent(plan.batch_size))
+        if size != plan.batch_size:
+            plan = plan_at(plan, size, program(size).compile())
         value = None if of_gradient else runnable(plan.executable)
         return _Kept(replace(plan, executable=None), value)
+
+
+def _digits(number: int) -> tuple[int, int]:
+    """A number as two that processes can send each other, as 32 bits."""
+    return divmod(number, 1 << 30)
+
+
+def _joined(digits: Sequence[Any]) -> int:
+    return (int(digits[0]) << 30) + int(digits[1])
 
 
 def runnable(executable: Executable | None) -> Executable | None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from curvax import _compat
-from curvax.memory._plan import MemoryPlan, Trial
+from curvax.memory._plan import MemoryPlan, Trial, plan_at
 from curvax.memory._program import Executable, Program
 
 __all__ = ["fastest"]
@@ -32,11 +32,13 @@ def fastest(
     program: Callable[[int], Program],
     timed: Callable[[int], tuple[Program, float]],
     leaves: Sequence[Any] | None,
+    sent: Callable[[float], Any] = float,
 ) -> MemoryPlan:
     """The plan with the fastest size that is not larger than the one it has.
 
     `timed` are the programs to time, each with the share that it does of the work. They run on
-    `leaves`, or on made-up numbers where these are not known.
+    `leaves`, or on made-up numbers where these are not known. Where several processes run them
+    together, `sent` makes seconds those of the first, so that all go the same way.
     """
     begin = time.perf_counter()
     sizes = sorted(
@@ -48,11 +50,11 @@ def fastest(
         if not 0 <= index < len(sizes):
             return float("inf")
         if index not in seconds:
-            spent = time.perf_counter() - begin
+            spent = float(sent(time.perf_counter() - begin))
             if seconds and (len(seconds) >= MOST_SIZES or spent > MOST_SECONDS):
                 return float("inf")
             part, share = timed(sizes[index])
-            seconds[index] = _seconds(part, leaves) / share
+            seconds[index] = _seconds(part, leaves, sent) / share
         return seconds[index]
 
     here = min(range(len(sizes)), key=lambda i: abs(sizes[i].bit_length() - FIRST.bit_length()))
@@ -70,20 +72,12 @@ def _at(plan: MemoryPlan, program: Callable[[int], Program], size: int) -> Memor
     if size == plan.batch_size:
         return plan
     executable = program(size).compile()
-    trials = (*plan.trials, Trial(size, executable.usage))
     if executable.usage.added_bytes > plan.budget_bytes:
-        return replace(plan, trials=trials)
-    return replace(
-        plan,
-        batch_size=size,
-        num_batches=-(-plan.max_size // size),
-        usage=executable.usage,
-        trials=trials,
-        executable=executable,
-    )
+        return replace(plan, trials=(*plan.trials, Trial(size, executable.usage)))
+    return plan_at(plan, size, executable)
 
 
-def _seconds(program: Program, leaves: Sequence[Any] | None) -> float:
+def _seconds(program: Program, leaves: Sequence[Any] | None, sent: Callable[[float], Any]) -> float:
     """The best of some runs, after one to warm up."""
     executable = program.compile()
     given = [*executable.consts, *(leaves or ())]
@@ -93,7 +87,7 @@ def _seconds(program: Program, leaves: Sequence[Any] | None) -> float:
     while len(times) < 3 or (sum(times) < RUN_SECONDS and len(times) < MOST_RUNS):
         begin = time.perf_counter()
         jax.block_until_ready(executable.compiled(*given))
-        times.append(time.perf_counter() - begin)
+        times.append(float(sent(time.perf_counter() - begin)))
     return min(times[1:])
 
 
