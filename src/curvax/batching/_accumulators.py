@@ -12,13 +12,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from curvax import _compat
 from curvax._tree import broadcast_prefix
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.batching._arguments import normal_axis
 from curvax.batching._plan import Chunk, ChunkPlan
-from curvax.batching._reducers import Collect, Mean, Prefix, Reducer, RunningMean, Same, Sum
+from curvax.batching._reducers import (
+    Collect,
+    Mean,
+    Prefix,
+    RunningMean,
+    Same,
+    SharedReducer,
+    Sum,
+)
+from curvax.batching._shares import Share
 
 __all__ = ["AccumulationType", "Accumulator", "Reduction"]
 
@@ -57,7 +68,8 @@ class Accumulator:
         result = finalize(carry)
 
     In `micro_vmap` and `micro_grad` a value is `aggregate(per-example values)`, where these have
-    a leading axis of examples.
+    a leading axis of examples. On a mesh, each device has a carry and counts its own microbatches;
+    the result is `finalize(combine(combine(carry 0, carry 1), carry 2) …)`.
 
     Arguments:
         init: makes the first carry of `jax.ShapeDtypeStruct`s like a value.
@@ -68,6 +80,8 @@ class Accumulator:
         uneven: whether `update` and `aggregate` are right when microbatches differ in size. A
             maximum is; a mean of microbatch means is not. If False, a batch that the microbatch
             size does not divide is refused.
+        combine: the carry of all microbatches that two carries have been made of; needed on a mesh
+            of several devices. For a sum or a maximum it is that of the carries.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -78,6 +92,7 @@ class Accumulator:
         ...     finalize=lambda carry: carry,
         ...     aggregate=lambda values: values.max(axis=0),
         ...     uneven=True,
+        ...     combine=jnp.maximum,
         ... )
         >>> micro_vmap(jnp.sin, microbatch_size=2, accumulator=largest)(jnp.arange(5.0))
         Array(0.9092974, dtype=float32)
@@ -89,6 +104,7 @@ class Accumulator:
     aggregate: Callable[[Any], Any]
     _: KW_ONLY
     uneven: bool = False
+    combine: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class Reduction:
     `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
     along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
     None that an output has none. `limit` is how many chunks are run, if not all. `where` names
-    the public function in errors.
+    the public function in errors. `share` is there if devices have shares of the examples.
     """
 
     accumulator: PyTree
@@ -107,8 +123,9 @@ class Reduction:
     per_example: bool
     limit: Size | None
     where: str
+    share: Share | None = None
 
-    def reducer(self, outputs: PyTree) -> Reducer:
+    def reducer(self, outputs: PyTree) -> SharedReducer:
         """The reducer for outputs of these shapes."""
         structure = jax.tree.structure(self.accumulator)
         try:
@@ -125,7 +142,7 @@ class Reduction:
         ]
         return Prefix(structure, reducers)
 
-    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> Reducer:
+    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> SharedReducer:
         if isinstance(kind, Accumulator):
             if None in axes:
                 raise self._same_for_all(kind)
@@ -139,7 +156,9 @@ class Reduction:
         pairs = zip(leaves, axes, strict=True)
         return Prefix(structure, [self._for_leaf(kind, like, axis) for like, axis in pairs])
 
-    def _for_leaf(self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any) -> Reducer:
+    def _for_leaf(
+        self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any
+    ) -> SharedReducer:
         if kind is AccumulationType.CONCAT:
             return self._for_rows(like, axis)
         if axis is None:
@@ -163,7 +182,7 @@ class Reduction:
             f"so {kind} over examples is not asked for; use CONCAT, or an axis."
         )
 
-    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> Reducer:
+    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> SharedReducer:
         if axis is None:
             return Same(like)
         size = self.plan.runs()[0].size
@@ -177,17 +196,35 @@ class Reduction:
         axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}", self.where)
         return Collect(like, self.where, self.plan, axis)
 
-    def _for_user(self, accumulator: Accumulator, part: PyTree) -> Reducer:
-        sizes = [run.size for run in self.plan.runs(self.limit)]
-        if len(sizes) > 1 and not accumulator.uneven:
+    def _for_user(self, accumulator: Accumulator, part: PyTree) -> SharedReducer:
+        if not accumulator.uneven:
+            self._check_even()
+        if accumulator.combine is None and self.share is not None and self.share.parts.count > 1:
             raise ValueError(
-                f"{self.where}: {self.plan.length} examples in microbatches of at most "
-                f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), and this "
-                f"Accumulator does not say that it can take that. Choose a microbatch size that "
-                f"divides {self.plan.length}, or construct it with uneven=True if its update and "
-                f"aggregate are right for microbatches of any size."
+                f"{self.where}: the mesh splits examples among {self.share.parts.count} devices, "
+                f"and this Accumulator does not say how to make one carry of theirs. Construct it "
+                f"with combine=, a function of two carries."
             )
         return _User(accumulator, part, self.per_example, self.where)
+
+    def _check_even(self) -> None:
+        sizes = [run.size for run in self.plan.runs(self.limit)]
+        cannot = (
+            "and this Accumulator does not say that it can take that. Construct it with "
+            "uneven=True if its update and aggregate are right for microbatches of any size, or"
+        )
+        if self.share is not None and not self.share.parts.is_even:
+            parts = self.share.parts
+            raise ValueError(
+                f"{self.where}: {parts.length} examples on {parts.count} devices come out uneven, "
+                f"{cannot} choose a number of examples that {parts.count} divides."
+            )
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self.where}: {self.plan.length} examples in microbatches of at most "
+                f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), {cannot} "
+                f"choose a microbatch size that divides {self.plan.length}."
+            )
 
 
 @dataclass(frozen=True)
@@ -209,19 +246,40 @@ class _User:
 
     def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
         index = jnp.asarray(chunk.index, jnp.int32)
-        new = self.accumulator.update(carry, self._value(value), index)
-        new = jax.tree.map(jnp.asarray, new)
-        before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
-        if before != after:
-            raise TypeError(
-                f"{self.where}: Accumulator.update must return a carry like the one it was given; "
-                f"it was given {before} and returned {after}. Make init return such a carry."
-            )
-        return new
+        return self._like(
+            carry, self.accumulator.update(carry, self._value(value), index), "update"
+        )
 
     def finalize(self, carry: Carry, examples: Size) -> PyTree:
         del examples
         return self.accumulator.finalize(carry)
+
+    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
+        if share.parts.count == 1:
+            return self.finalize(carry, examples)
+        combine = self.accumulator.combine
+        assert combine is not None
+
+        def combined(carry: Carry, other: Carry) -> tuple[Carry, None]:
+            return self._like(carry, combine(carry, other), "combine"), None
+
+        carries = jax.tree.map(share.stacked, carry)
+        first = jax.tree.map(lambda x: x[0], carries)
+        others = jax.tree.map(lambda x: x[1:], carries)
+        return self.finalize(lax.scan(combined, first, others)[0], examples)
+
+    def specs(self, share: Share) -> PartitionSpec:
+        return share.spec(None)
+
+    def _like(self, carry: Carry, returned: Carry, method: str) -> Carry:
+        new = jax.tree.map(jnp.asarray, returned)
+        before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
+        if before != after:
+            raise TypeError(
+                f"{self.where}: Accumulator.{method} must return a carry like the one it was "
+                f"given; it was given {before} and returned {after}. Make init return such a carry."
+            )
+        return new
 
     def _value(self, value: PyTree) -> PyTree:
         return self.accumulator.aggregate(value) if self.per_example else value

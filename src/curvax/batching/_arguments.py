@@ -7,15 +7,15 @@ a map knows a flat list of arrays, an axis for each, and one length.
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from curvax._tree import broadcast_prefix, leaf_name
-from curvax._types import Array, Axes, Fun, PyTree
+from curvax._types import Array, Axes, Fun, PyTree, TreeDef
 
 __all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
 
@@ -24,19 +24,36 @@ __all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
 class Batch:
     """The arguments of one call, with their batched leaves set apart.
 
-    `arrays` and `axes` are those of the batched leaves; `rebuild` puts arrays in their places and
-    returns `(args, kwargs)`. All other leaves stay what the caller passed, arrays or not.
+    `arrays` and `axes` are those of the batched leaves, whose places among all `leaves` are
+    `places`. All other leaves stay what the caller passed, arrays or not, unless they are set
+    apart too: `shared`. `names` are what errors call the leaves.
     """
 
     arrays: tuple[Array, ...]
     axes: tuple[int, ...]
     length: int
-    rebuild: Callable[[Sequence[Array]], tuple[tuple[Any, ...], dict[str, Any]]]
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    structure: TreeDef
+    places: tuple[int, ...]
+    shared: tuple[Array, ...] = ()
+    shared_places: tuple[int, ...] = ()
 
     def call(self, fun: Fun, arrays: Sequence[Array]) -> Any:
         """`fun` on the call's arguments, with these arrays for the batched leaves."""
-        args, kwargs = self.rebuild(arrays)
+        filled = list(self.leaves)
+        pairs = zip((*self.places, *self.shared_places), (*arrays, *self.shared), strict=True)
+        for place, array in pairs:
+            filled[place] = array
+        args, kwargs = jax.tree.unflatten(self.structure, filled)
         return fun(*args, **kwargs)
+
+    def with_shared(self) -> "Batch":
+        """The same with the arrays that are not batched set apart, too, as `shared`."""
+        others = [i for i in range(len(self.leaves)) if i not in self.places]
+        places = [i for i in others if isinstance(self.leaves[i], jax.Array)]
+        shared = tuple(self.leaves[i] for i in places)
+        return replace(self, shared=shared, shared_places=tuple(places))
 
 
 def mapped_arguments(
@@ -134,19 +151,14 @@ def _batch(
     for i, array in zip(mapped, arrays, strict=True):
         axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}", where)
     lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(mapped, arrays, strict=True)]
-    treedef = jax.tree.structure((tuple(args), dict(kwargs)))
-
-    def rebuild(arrays: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled = list(leaves)
-        for i, array in zip(mapped, arrays, strict=True):
-            filled[i] = array
-        return jax.tree.unflatten(treedef, filled)
-
     return Batch(
         arrays=arrays,
         axes=tuple(axes[i] for i in mapped),
         length=_common_length(lengths, where),
-        rebuild=rebuild,
+        leaves=tuple(leaves),
+        names=tuple(names),
+        structure=jax.tree.structure((tuple(args), dict(kwargs))),
+        places=tuple(mapped),
     )
 
 

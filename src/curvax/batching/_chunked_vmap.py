@@ -3,13 +3,17 @@
 import functools
 from typing import Any
 
+from jax.sharding import Mesh
+
 from curvax._checks import check_size
 from curvax._tree import as_key
 from curvax._types import Axes, Fun
 from curvax.batching._arguments import mapped_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan, contiguous_sizes
+from curvax.batching._plan import contiguous_sizes
+from curvax.batching._shares import Share, number_on_each
 from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
+from curvax.parallel import Axis, MeshAxis
 
 __all__ = ["chunked_vmap"]
 
@@ -24,6 +28,9 @@ def chunked_vmap(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Fun:
     """Vectorise `fun` over an axis of its arguments, at most `chunk_size` examples at a time.
 
@@ -35,6 +42,10 @@ def chunked_vmap(
     Under `jax.grad`, what the backward pass needs of each example is saved for all of them, as
     with `jax.vmap`. With `checkpoint=True` each chunk is computed again in the backward pass
     instead, and the gradient too holds one chunk.
+
+    With a `mesh`, each device runs such a loop over its share of the examples, successive ones. Of
+    N examples on D devices, the first N % D devices have one more than the others; nothing is
+    computed twice.
 
     Arguments:
         fun: the function of one example.
@@ -49,6 +60,13 @@ def chunked_vmap(
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest chunk that fits, "time" the fastest of some.
+        mesh: split the examples among the devices of a mesh. `chunk_size` and `memory_budget` are
+            then for each device. Arguments that are not mapped are there whole on all of them.
+        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
+            other axes nothing changes: parameters may be split there.
+        replicated: return all of the result to every device. By default it comes back split along
+            its `out_axes`, if the number of devices divides that of examples; JAX has no uneven
+            parts.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`, as any loop in JAX;
@@ -57,8 +75,10 @@ def chunked_vmap(
 
     Raises:
         ValueError: on the call, if the batched arguments have no common length, none is batched,
-            or an axis does not exist; if both a size and a budget are given.
-        TypeError: if `chunk_size` is not an integer.
+            or an axis does not exist; if both a size and a budget are given; if the mesh has no
+            such axis, an array is committed to devices elsewhere, or the call is inside of a
+            `jax.shard_map` over the axis.
+        TypeError: if `chunk_size` is not an integer or `mesh` no mesh.
         MemoryBudgetError: if not even chunks of one fit the budget.
 
     Examples:
@@ -71,18 +91,25 @@ def chunked_vmap(
     """
     where = "curvax.chunked_vmap"
     chunk_size = check_size("chunk_size", chunk_size, where)
+    devices = MeshAxis.of(mesh, axis, where, replicated)
     budget = BudgetRequest.of(
-        memory_budget, {"chunk_size": chunk_size}, where, plan_for=plan_for, objective=objective
+        memory_budget,
+        {"chunk_size": chunk_size},
+        where,
+        plan_for=plan_for,
+        objective=objective,
+        is_shared=bool(devices and devices.is_shared),
     )
 
     def run(size: int | None, *args: Any, **kwargs: Any) -> Any:
         batch = mapped_arguments(fun, args, kwargs, in_axes, where)
         return map_chunks(
-            lambda *arrays: batch.call(fun, arrays),
+            lambda batch, arrays: batch.call(fun, arrays),
             batch,
-            ChunkPlan.of(batch.length, size),
+            size,
             out_axes=out_axes,
             checkpoint=checkpoint,
+            share=Share.of(devices, batch.length, replicated),
             where=where,
         )
 
@@ -96,8 +123,8 @@ def chunked_vmap(
             lambda size: functools.partial(run, size),
             args,
             kwargs,
-            contiguous_sizes(length),
-            key=(where, as_key((in_axes, out_axes)), checkpoint),
+            contiguous_sizes(number_on_each(devices, length)),
+            key=(where, as_key((in_axes, out_axes)), checkpoint, devices, replicated),
         )
 
     return mapped

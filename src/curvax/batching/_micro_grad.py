@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax._checks import check_size
 from curvax._tree import as_key
@@ -14,8 +15,10 @@ from curvax._types import Array, Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.batching._accumulators import AccumulationType
 from curvax.batching._arguments import Batch, batched_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan, check_order, even_sizes
+from curvax.batching._plan import check_order, even_sizes
+from curvax.batching._shares import Share, number_on_each
 from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
+from curvax.parallel import Axis, MeshAxis
 
 __all__ = ["PerExample", "micro_grad"]
 
@@ -59,6 +62,9 @@ def micro_grad(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Fun:
     """Accumulate the gradients of `fun` at each example, transformed, a microbatch at a time.
 
@@ -94,6 +100,9 @@ def micro_grad(
         memory_budget: bytes, in place of `microbatch_size`, as in `micro_vmap`.
         plan_for: as in `micro_vmap`.
         objective: as in `micro_vmap`.
+        mesh: split the examples among the devices of a mesh, as in `micro_vmap`.
+        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
+        replicated: as in `micro_vmap`; it is for rows of `PerExample`, too.
 
     Returns:
         A function of the arguments of `fun` that returns `(result, PerExample)`. Arguments may be
@@ -121,7 +130,15 @@ def micro_grad(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
+    devices = MeshAxis.of(mesh, axis, where, replicated)
+    budget = BudgetRequest.of(
+        memory_budget,
+        sizes,
+        where,
+        plan_for=plan_for,
+        objective=objective,
+        is_shared=bool(devices and devices.is_shared),
+    )
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
@@ -130,10 +147,9 @@ def micro_grad(
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = batch_of(args, kwargs)
 
-        def example(*arrays: Array) -> tuple[PyTree, PerExample]:
+        def example(batch: Batch, arrays: Sequence[Array]) -> tuple[PyTree, PerExample]:
             if keep_batch_dim:
-                pairs = zip(arrays, batch.axes, strict=True)
-                arrays = tuple(jnp.expand_dims(x, axis) for x, axis in pairs)
+                arrays = tuple(map(jnp.expand_dims, arrays, batch.axes))
             output, gradient = batch.call(value_and_grad, arrays)
             value, aux = output if has_aux else (output, None)
             return transform_fn(gradient), PerExample(value, metrics_fn(gradient), aux)
@@ -141,10 +157,12 @@ def micro_grad(
         return map_chunks(
             example,
             batch,
-            ChunkPlan.of(batch.length, size, order),
+            size,
+            order=order,
             accumulator=(accumulator, AccumulationType.CONCAT),
             vmap_fn=vmap_fn,
             limit=limit,
+            share=Share.of(devices, batch.length, replicated),
             where=where,
         )
 
@@ -154,14 +172,15 @@ def micro_grad(
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)
+        length = batch_of(args, kwargs).length
         options = argnums, batch_argnums, accumulator, transform_fn, metrics_fn, in_axes, vmap_fn
         return budget.run(
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(batch_of(args, kwargs).length),
-            key=(where, as_key(options), has_aux, keep_batch_dim, order),
+            even_sizes(number_on_each(devices, length)),
+            key=(where, as_key(options), has_aux, keep_batch_dim, order, devices, replicated),
         )
 
     return gradients

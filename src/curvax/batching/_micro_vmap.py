@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from curvax._checks import check_size
 from curvax._tree import as_key
@@ -11,8 +12,10 @@ from curvax._types import Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.batching._accumulators import AccumulationType
 from curvax.batching._arguments import mapped_arguments
 from curvax.batching._map import map_chunks
-from curvax.batching._plan import ChunkPlan, check_order, even_sizes
+from curvax.batching._plan import check_order, even_sizes
+from curvax.batching._shares import Share, number_on_each
 from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
+from curvax.parallel import Axis, MeshAxis
 
 __all__ = ["micro_vmap"]
 
@@ -30,6 +33,9 @@ def micro_vmap(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Fun:
     """Vectorise `fun` over examples, a microbatch at a time, and combine the outputs.
 
@@ -40,6 +46,9 @@ def micro_vmap(
 
     except that only one microbatch of outputs, and of what `fun` computes on the way, exists at a
     time. `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
+
+    With a `mesh`, each device does so with its share of the examples, as in `chunked_vmap`, and
+    sums and means are over all. Devices meet once, at the end.
 
     Arguments:
         fun: the function of one example.
@@ -55,7 +64,10 @@ def micro_vmap(
         num_real_microbatches: run only that many microbatches, the first in the given order. SUM
             and the means are then over the examples that ran, and CONCAT gives zeros for the
             others. As a Python int it makes a shorter program; traced, one program serves every
-            number, but cannot be differentiated in reverse mode.
+            number, but cannot be differentiated in reverse mode. On a mesh of D devices the
+            microbatches are those of one device with a `microbatch_size` D times as large; this
+            takes a "strided" order and a number of examples that D times the size of the
+            microbatches divides.
         order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
@@ -64,6 +76,12 @@ def micro_vmap(
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
+        mesh: split the examples among the devices of a mesh. `microbatch_size` and `memory_budget`
+            are then for each device. An `Accumulator` needs its `combine`.
+        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
+        replicated: return all of the result to every device. By default CONCAT comes back split
+            along its `out_axes`, if the number of devices divides that of examples; what is
+            reduced is always there whole.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`.
@@ -71,7 +89,8 @@ def micro_vmap(
     Raises:
         ValueError: if the batched arguments have no common length, none is batched, an axis does
             not exist, the accumulator does not fit the outputs, or more microbatches are asked
-            for than there are; if both a size and a budget are given.
+            for than there are; if both a size and a budget are given; for a mesh as
+            `chunked_vmap`.
         TypeError: if a size is no integer, or a mean is asked for of integers.
         MemoryBudgetError: if not even microbatches of one fit the budget.
 
@@ -89,18 +108,28 @@ def micro_vmap(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
+    devices = MeshAxis.of(mesh, axis, where, replicated)
+    budget = BudgetRequest.of(
+        memory_budget,
+        sizes,
+        where,
+        plan_for=plan_for,
+        objective=objective,
+        is_shared=bool(devices and devices.is_shared),
+    )
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = mapped_arguments(fun, args, kwargs, in_axes, where)
         return map_chunks(
-            lambda *arrays: batch.call(fun, arrays),
+            lambda batch, arrays: batch.call(fun, arrays),
             batch,
-            ChunkPlan.of(batch.length, size, order),
+            size,
+            order=order,
             out_axes=out_axes,
             accumulator=accumulator,
             vmap_fn=vmap_fn,
             limit=limit,
+            share=Share.of(devices, batch.length, replicated),
             where=where,
         )
 
@@ -109,13 +138,15 @@ def micro_vmap(
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)
+        length = mapped_arguments(fun, args, kwargs, in_axes, where).length
+        options = as_key((in_axes, out_axes, accumulator, vmap_fn))
         return budget.run(
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(mapped_arguments(fun, args, kwargs, in_axes, where).length),
-            key=(where, as_key((in_axes, out_axes, accumulator, vmap_fn)), order),
+            even_sizes(number_on_each(devices, length)),
+            key=(where, options, order, devices, replicated),
         )
 
     return mapped

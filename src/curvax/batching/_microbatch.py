@@ -2,16 +2,22 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from jax.sharding import Mesh
 
 from curvax._checks import check_size
 from curvax._tree import as_key
-from curvax._types import Array, Axes, Fun, Order, PyTree, Size
+from curvax._types import Axes, Fun, Order, PyTree, Size
 from curvax.batching._accumulators import AccumulationType, Reduction
 from curvax.batching._arguments import Batch, batched_arguments
-from curvax.batching._loop import reduce_chunks, trace_once
+from curvax.batching._loop import trace_once
+from curvax.batching._on_mesh import reduce_batch
 from curvax.batching._plan import ChunkPlan, check_limit, check_order, even_sizes
+from curvax.batching._shares import Share, number_on_each
 from curvax.memory import Budget, BudgetRequest, Objective, PlanFor
+from curvax.parallel import Axis, MeshAxis
 
 __all__ = ["microbatch"]
 
@@ -29,6 +35,9 @@ def microbatch(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Fun:
     """Split the batch arguments of `fun` into microbatches, run it on each, combine the outputs.
 
@@ -67,6 +76,11 @@ def microbatch(
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
+        mesh: split the batch among the devices of a mesh. `microbatch_size` and `memory_budget`
+            are then for each device. An `Accumulator` needs its `combine`.
+        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
+        replicated: return all of the result to every device. By default CONCAT comes back split
+            along axis 0; what is reduced is always there whole.
 
     Returns:
         A function like `fun`. Call it under `jax.jit`.
@@ -92,37 +106,54 @@ def microbatch(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    budget = BudgetRequest.of(memory_budget, sizes, where, plan_for=plan_for, objective=objective)
+    devices = MeshAxis.of(mesh, axis, where, replicated)
+    budget = BudgetRequest.of(
+        memory_budget,
+        sizes,
+        where,
+        plan_for=plan_for,
+        objective=objective,
+        is_shared=bool(devices and devices.is_shared),
+    )
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
-        return batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
+        batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
+        if devices is not None:
+            devices.check_divides(batch.length, "the batch", where)
+        return batch
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = batch_of(args, kwargs)
-        plan = ChunkPlan.of(batch.length, size, order)
+        share = Share.of(devices, batch.length, replicated)
+        if share is None:
+            plan = ChunkPlan.of(batch.length, size, order)
+        else:
+            plan, batch = share.plan(size, order), batch.with_shared()
+            share.check_limit(limit, plan, where)
         limit = check_limit(limit, plan, where)
-        once = trace_once(lambda *arrays: batch.call(fun, arrays), plan, limit)
-
-        def compute(arrays: Sequence[Array]) -> PyTree:
-            return once(*arrays)
-
-        reduction = Reduction(accumulator, 0, plan, per_example=False, limit=limit, where=where)
-        return reduce_chunks(
-            compute, batch.arrays, batch.axes, plan, reduction.reducer, limit=limit
+        once = trace_once(
+            lambda shared, arrays: replace(batch, shared=shared).call(fun, arrays),
+            plan,
+            limit,
+            share,
         )
+        reduction = Reduction(accumulator, 0, plan, False, limit, where, share)
+        return reduce_batch(once, batch, reduction)
 
     @functools.wraps(fun)
     def microbatched(*args: Any, **kwargs: Any) -> Any:
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)
+        length = batch_of(args, kwargs).length
+        options = as_key((argnums, argnames, in_axes, accumulator))
         return budget.run(
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(batch_of(args, kwargs).length),
-            key=(where, as_key((argnums, argnames, in_axes, accumulator)), order),
+            even_sizes(number_on_each(devices, length)),
+            key=(where, options, order, devices, replicated),
         )
 
     return microbatched

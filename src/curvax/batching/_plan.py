@@ -12,6 +12,9 @@ Where that does not come out even the last row is short, and chunks differ in si
 A short chunk is computed as it is, by a second copy of the body. Moving it back to overlap the
 chunk before would save that copy, but runs some examples twice: a discarded duplicate of an
 infinite derivative turns the gradient of its original into NaN, and side effects happen twice.
+
+On several devices one program serves all, and some may have one example more than others. Such a
+plan is made for the most, and the last example is a chunk of its own, which is optional.
 """
 
 import functools
@@ -49,17 +52,23 @@ class Run:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`length` examples in chunks of at most `size`, contiguous or strided."""
+    """`length` examples in chunks of at most `size`, contiguous or strided.
+
+    With `optional_last`, the last is a chunk of its own, which may be left out.
+    """
 
     length: int
     size: int
     order: Order = "contiguous"
+    optional_last: bool = False
 
     def __post_init__(self) -> None:
         if self.length < 0:
             raise ValueError(f"a length is never negative, got {self.length}")
         if self.size < 1:
             raise ValueError(f"a chunk holds at least one example, got size {self.size}")
+        if self.optional_last and (self.order != "contiguous" or self.length < 1):
+            raise ValueError("only a contiguous plan has a last example that can be optional")
 
     @classmethod
     def of(cls, length: int, size: int | None, order: Order = "contiguous") -> "ChunkPlan":
@@ -73,9 +82,15 @@ class ChunkPlan:
         """
         return ChunkPlan(self.length, max(1, -(-self.length // self.num_chunks)))
 
+    def with_optional(self) -> "ChunkPlan":
+        """The contiguous plan for one example more, which is optional."""
+        return ChunkPlan(self.length + 1, self.size, optional_last=True)
+
     @property
     def num_chunks(self) -> int:
         """How many chunks there are; an empty axis is one empty chunk."""
+        if self.optional_last:
+            return -(-(self.length - 1) // self.size) + 1
         return max(1, -(-self.length // self.size))
 
     @property
@@ -93,6 +108,10 @@ class ChunkPlan:
 
     def runs(self, limit: Size | None = None) -> Sequence[Run]:
         """The runs, in order, of all chunks or of the first `limit` if that is known now."""
+        if self.optional_last:
+            before = self.length - 1
+            runs = ChunkPlan(before, self.size).runs() if before else ()
+            return (*runs, Run(self.num_chunks - 1, 1, 1, before))
         if self.order == "strided":
             short, num_long = divmod(self.length, self.num_chunks)
             long = short + 1
@@ -132,7 +151,7 @@ class Chunk:
             return Column(self.index)
         if self.plan.order == "strided":
             return Rows(self.index, self.size, self.plan.num_chunks)
-        return Rows(self.index * self.plan.size, self.size)
+        return Rows(self.examples_before, self.size)
 
 
 def contiguous_sizes(length: int) -> Sequence[int]:

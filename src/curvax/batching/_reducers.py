@@ -7,6 +7,9 @@ pytree.
 
 Reducers are made for outputs of known shape. With `per_example=True` the values carry a leading
 axis of examples, which is reduced too. Sums of half-precision numbers are kept in float32.
+
+Where each of several devices has taken in its share of the examples, `finalize_all` makes one
+result of all their carries.
 """
 
 from collections.abc import Sequence
@@ -15,12 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from curvax import _compat, _rows
 from curvax._types import Array, Carry, PyTree, Size, TreeDef
 from curvax.batching._plan import Chunk, ChunkPlan
+from curvax.batching._shares import Share
 
-__all__ = ["Collect", "Mean", "Prefix", "Reducer", "RunningMean", "Same", "Sum"]
+__all__ = ["Collect", "Mean", "Prefix", "Reducer", "RunningMean", "Same", "SharedReducer", "Sum"]
 
 Shape = jax.ShapeDtypeStruct
 
@@ -39,6 +44,19 @@ class Reducer(Protocol):
 
     def finalize(self, carry: Carry, examples: Size) -> PyTree:
         """The result, once `examples` examples have been taken in."""
+        ...
+
+
+@runtime_checkable
+class SharedReducer(Reducer, Protocol):
+    """A reducer of which each device has a carry."""
+
+    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
+        """The result of all devices, when this one has taken in `examples` examples."""
+        ...
+
+    def specs(self, share: Share) -> PyTree:
+        """How that result is split among them: partition specs, for a prefix of it."""
         ...
 
 
@@ -66,13 +84,28 @@ class Collect:
         del examples
         return _compat.wrap_keys(self.plan.put_back(carry, self.axis), self.like)
 
+    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+        del examples
+        rows = share.rows(self.plan.put_back(carry, self.axis), self.axis)
+        return _compat.wrap_keys(rows, self.like)
+
+    def specs(self, share: Share) -> PartitionSpec:
+        return share.spec(self.axis)
+
     def _rows_of(self, value: Array) -> Array:
         moved = value if self.axis == 0 else jnp.moveaxis(value, 0, self.axis)
         return _compat.unwrap_keys(moved)
 
 
+class _Whole:
+    """The results have no axis of examples, and every device has all of them."""
+
+    def specs(self, share: Share) -> PartitionSpec:
+        return share.spec(None)
+
+
 @dataclass(frozen=True)
-class Same:
+class Same(_Whole):
     """An output that every chunk gives alike."""
 
     like: Shape
@@ -88,9 +121,14 @@ class Same:
         del examples
         return _compat.wrap_keys(carry, self.like)
 
+    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+        # Devices without examples do not know it.
+        known = carry if share.parts.each else share.stacked(carry)[0]
+        return self.finalize(known, examples)
+
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Whole):
     """The sum over chunks, or with `per_example` over all examples."""
 
     like: Shape
@@ -108,13 +146,16 @@ class Sum:
         del examples
         return carry.astype(jax.eval_shape(jnp.sum, self.like).dtype)
 
+    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+        return self.finalize(share.devices.sum(carry), examples)
+
     def _term(self, value: Array) -> Array:
         dtype = _wide(jax.eval_shape(jnp.sum, self.like).dtype)
         return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Whole):
     """The mean over examples: a sum, divided at the end.
 
     With `per_example` it is the sum over examples. Otherwise each value is the mean of its chunk
@@ -138,6 +179,9 @@ class Mean:
         weight = _real(examples, carry) / self._unit
         return (carry / weight.astype(carry.dtype)).astype(self.like.dtype)
 
+    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+        return self.finalize(share.devices.sum(carry), share.total(examples))
+
     @property
     def _unit(self) -> int:
         return 1 if self.per_example else max(1, self.plan.runs()[0].size)
@@ -148,7 +192,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class RunningMean:
+class RunningMean(_Whole):
     """The mean over examples, a mean at every step, so that no large sum is ever formed."""
 
     like: Shape
@@ -167,6 +211,11 @@ class RunningMean:
     def finalize(self, carry: Array, examples: Size) -> Array:
         return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
 
+    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+        total = share.total(examples)
+        part = _real(examples, carry) / _real(jnp.maximum(total, 1), carry)
+        return self.finalize(share.devices.sum(part.astype(carry.dtype) * carry), total)
+
     def _term(self, value: Array) -> Array:
         dtype = _wide(value.dtype)
         return jnp.mean(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
@@ -177,7 +226,7 @@ class Prefix:
     """One reducer for each part of a pytree, where `structure` is a prefix of it."""
 
     structure: TreeDef
-    reducers: Sequence[Reducer]
+    reducers: Sequence[SharedReducer]
 
     def init(self) -> Carry:
         return [reducer.init() for reducer in self.reducers]
@@ -190,6 +239,14 @@ class Prefix:
     def finalize(self, carry: Carry, examples: Size) -> PyTree:
         parts = zip(self.reducers, carry, strict=True)
         return self.structure.unflatten([r.finalize(state, examples) for r, state in parts])
+
+    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
+        parts = zip(self.reducers, carry, strict=True)
+        results = [reducer.finalize_all(state, examples, share) for reducer, state in parts]
+        return self.structure.unflatten(results)
+
+    def specs(self, share: Share) -> PyTree:
+        return self.structure.unflatten([reducer.specs(share) for reducer in self.reducers])
 
 
 def _wide(dtype: Any) -> Any:

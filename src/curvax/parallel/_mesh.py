@@ -63,7 +63,7 @@ class MeshAxis:
                 )
             return cls(mesh, tuple(mesh.axis_names))
         is_one = isinstance(axis, str) or not isinstance(axis, Sequence)
-        names = (axis,) if is_one else tuple(axis)
+        names: tuple[Any, ...] = (axis,) if is_one else tuple(axis)
         missing = [name for name in names if name not in mesh.axis_names]
         if missing or not names or len(set(names)) < len(names):
             raise ValueError(
@@ -110,11 +110,20 @@ class MeshAxis:
 
     def stacked(self, x: Array) -> Array:
         """What each device has, along a new first axis, in a function that runs on all."""
-        return lax.all_gather(x, self.names)
+        return self.joined(x[None], 0)
 
     def joined(self, x: Array, position: int) -> Array:
         """The parts of an array that is split along this axis of its own, put together."""
-        return lax.all_gather(x, self.names, axis=position, tiled=True)
+        sharding = _compat.sharding_of(x)
+        if sharding is None or not any(sharding.spec):
+            return lax.all_gather(x, self.names, axis=position, tiled=True)
+        # JAX 0.10 fails to transpose a gather of what is split along explicit axes besides.
+        length = x.shape[position]
+        shape = (*x.shape[:position], self.count * length, *x.shape[position + 1 :])
+        own = lax.dynamic_update_slice_in_dim(
+            _compat.filled_like(x, shape=shape), x, self.index() * length, position
+        )
+        return self.sum(own).astype(x.dtype)
 
     def on_all(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`fun` on all devices at once, each with its part of arguments and results.
