@@ -1,0 +1,275 @@
+"""What each device computes, sends and keeps in a step of K-FAC, from shapes alone.
+
+The blocks are those that curvax makes for the model, and the work is shared out by curvax's own
+functions; only sums are computed here. `_scaling_side.py` holds them against compiled programs.
+
+- FLOPs: the gradient, and the statistics of layers (a second backward pass, without gradients of
+  parameters, and the moments of inputs and outputs), are counted for one example and divided among
+  devices. An inverse of n rows takes n³ operations. What counts is the device with the most to do.
+- Bytes: the collective operations of a step, with the size of what each device puts in. What it
+  has to send for them is taken to be what rings of devices send.
+- Memory: parameters, gradient, momentum, averages of factors, their inverses, and the statistics of
+  one batch, which all devices have whole before they are summed. Activations depend on the model's
+  own checkpoints and are left out.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _flops import flops
+from _scaling_models import Model
+
+from curvax.curvature import BlockDiagonalCurvature, ShardedCurvature
+from curvax.linalg import DenseSide
+from curvax.parallel import shares
+
+__all__ = ["PLANS", "Collective", "Passes", "Plan", "Step"]
+
+SOME_EXAMPLES = 4
+"""With how many examples models are traced."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What devices share, with the options of the optimizer that say so."""
+
+    title: str
+    shares_work: bool
+    splits_state: bool = False
+
+
+PLANS = {
+    "replicated": Plan("distributed_inverses, distributed_precon_apply = False", False),
+    "shared": Plan("the default", True),
+    "split": Plan("shard_state=True", True, True),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation of all devices, and the bytes that each puts in."""
+
+    phase: str
+    kind: str
+    operand: int
+
+    def sent(self, count: int) -> float:
+        """The bytes that a device sends, in a ring of so many."""
+        per_byte = {
+            "all-reduce": 2 * (count - 1) / count,
+            "reduce-scatter": (count - 1) / count,
+            "all-gather": count - 1,
+        }
+        return per_byte[self.kind] * self.operand
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The operations that an example takes, on whatever device."""
+
+    gradient: float
+    statistics: float
+
+    @classmethod
+    def of(cls, model: Model) -> "Passes":
+        """Counted in the traced programs of the model and of its blocks' statistics."""
+        batch = model.batch(SOME_EXAMPLES)
+        estimator = BlockDiagonalCurvature(model.loss)
+        state = jax.eval_shape(
+            lambda: estimator.init(jax.random.key(0), (model.params, batch), None, -1)
+        )
+        layers, moments = 0, 0
+        for block, own in zip(estimator.blocks or (), state.blocks_states, strict=True):
+            for site in block.sites_of({}):
+                params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in site.slice_shapes]
+                steps = math.prod(site.lengths)
+                layers += steps * flops(site.compute, site.input, params)
+                for statistic in block.statistics(site, block.sites_of({}), own).values():
+                    of_rows = lambda x, g, s=statistic: s((x,), (g,))
+                    moments += steps * flops(of_rows, site.input, site.output)
+        forward = flops(model.loss, model.params, batch)
+        gradient = flops(jax.grad(model.loss), model.params, batch)
+        # The gradient of a layer's parameters is as much work as the layer.
+        backward = gradient - forward - layers
+        return cls(gradient / SOME_EXAMPLES, (backward + moments) / SOME_EXAMPLES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of K-FAC on so many devices, in which inverses are computed."""
+
+    model: Model
+    plan: Plan
+    count: int
+    estimator: Any
+    state: Any
+    """The shapes of the estimator's state, of all devices together."""
+
+    @classmethod
+    def of(cls, model: Model, plan: Plan, count: int) -> "Step":
+        """What curvax makes of the model."""
+        batch = model.batch(SOME_EXAMPLES)
+        options: dict[str, Any] = {
+            "distributed_multiplies": plan.shares_work,
+            "distributed_cache_updates": plan.shares_work,
+        }
+        if plan.splits_state:
+            estimator = ShardedCurvature(model.loss, num_devices=count, **options)
+        else:
+            estimator = BlockDiagonalCurvature(model.loss, **options)
+        init = lambda: estimator.init(jax.random.key(0), (model.params, batch), None, -1)
+        return cls(model, plan, count, estimator, jax.eval_shape(init))
+
+    @property
+    def shards(self) -> Any:
+        """The blocks of which each device has a share."""
+        return self.estimator.shards if self.plan.splits_state else ()
+
+    @property
+    def whole(self) -> list[tuple[Any, Any]]:
+        """The blocks of which each device has all, with their states."""
+        pairs = zip(self.estimator.blocks, self.state.blocks_states, strict=True)
+        return [(block, own) for block, own in pairs if own is not None]
+
+    def flops(self, passes: Passes, batch_size: int) -> dict[str, float]:
+        """The operations of the device that has the most, in each phase."""
+        examples = batch_size / self.count
+        return {
+            "gradient": passes.gradient * examples,
+            "statistics": passes.statistics * examples,
+            "inverses": self._inverses(),
+            "preconditioning": self._preconditioning(),
+        }
+
+    def collectives(self) -> list[Collective]:
+        """What all devices do together, if there are several."""
+        return [] if self.count == 1 else [c for c in self._collectives() if c.operand]
+
+    def state_bytes(self) -> dict[str, int]:
+        """The bytes of averages and of inverses that each device keeps."""
+        whole = [(block.averages(own), own.cache) for block, own in self.whole]
+        split = [(own.factors, own.cache) for own in self.state.shards] if self.shards else []
+        kinds = {
+            kind: size([own[k] for own in whole]) + size([own[k] for own in split]) // self.count
+            for k, kind in enumerate(("averages", "inverses"))
+        }
+        weights = [(own.weight, own.refused) for own in self.state.shards] if self.shards else []
+        return kinds | {"averages": kinds["averages"] + size(weights)}
+
+    def memory(self) -> dict[str, float]:
+        """The bytes that each device needs, by what for."""
+        params = size(self.model.params)
+        kinds = ("parameters", "gradient", "momentum")
+        passing = {"statistics": self._statistics()}
+        return dict.fromkeys(kinds, params) | passing | self.state_bytes()
+
+    def _statistics(self) -> int:
+        """The bytes of the sums over a batch, as a device has them."""
+        of_shards = [
+            side.dtype.itemsize * math.prod(side.shape)
+            for shard in self.shards
+            for block in shard.blocks
+            for side in _arrays_of(block)
+        ]
+        return size([block.averages(own) for block, own in self.whole]) + sum(of_shards)
+
+    def _inverses(self) -> float:
+        loads = np.zeros(self.count)
+        for shard in self.shards:
+            work = sum(side.work for side in shard.sides)
+            loads += [work * len(own) for own in shard.places]
+        tasks = [float(rows) ** 3 for rows, number, _ in self._matrices() for _ in range(number)]
+        owners = shares(tasks, self.count) if self.plan.shares_work else None
+        return float(np.max(loads + _loads(tasks, owners, self.count)))
+
+    def _preconditioning(self) -> float:
+        """A device computes with all of its rows, also those in which there is nothing."""
+        of_rows = sum(
+            shard.rows * _of_product(shard.kronecker, math.prod(s.size for s in shard.sides))
+            for shard in self.shards
+        )
+        blocks = [block for block, _ in self.whole]
+        kroneckers = [getattr(block, "kronecker", None) for block in blocks]
+        tasks = [
+            float(_of_product(kronecker, block.dim)) if kronecker else float(block.dim)
+            for block, kronecker in zip(blocks, kroneckers, strict=True)
+        ]
+        return of_rows + float(np.max(_loads(tasks, self._owners(), self.count), initial=0))
+
+    def _owners(self) -> list[int] | None:
+        """Who multiplies by which of the whole blocks, if that is shared out."""
+        work = [block.multiply_work for block, _ in self.whole]
+        return shares(work, self.count) if self.plan.shares_work else None
+
+    def _matrices(self) -> Iterator[tuple[int, int, int]]:
+        """Of matrices that are inverted and that all devices have: rows, number, bytes of each.
+
+        They are widened to few sizes before.
+        """
+        for block, _ in self.whole:
+            for side in _dense_sides(block):
+                more = -side.size % (32 if side.size > 512 else 16)
+                rows = side.size + more
+                yield rows, math.prod(side.stack), rows**2 * jnp.dtype(block.dtype).itemsize
+
+    def _collectives(self) -> Iterator[Collective]:
+        yield Collective("gradient", "all-reduce", size(self.model.params))
+        whole = [x for block, own in self.whole for x in block.averages(own)]
+        yield Collective("statistics", "all-reduce", size([x.raw_value for x in whole]))
+        for shard, own in zip(self.shards, self.state.shards if self.shards else (), strict=True):
+            yield Collective("statistics", "all-reduce", 2 * size(own.weight) + size(own.refused))
+            units, rows = sum(shard.lengths), shard.num_rows
+            bytes_each = jnp.dtype(shard.dtype).itemsize * math.prod(s.size for s in shard.sides)
+            if shard.is_sparse:  # Most rows have no unit: all units are added up instead.
+                yield Collective("statistics", "all-reduce", size(own.factors) // rows * units)
+                yield Collective("preconditioning", "all-reduce", units * bytes_each)
+            else:
+                yield Collective("statistics", "reduce-scatter", size(own.factors))
+                yield Collective("preconditioning", "all-gather", shard.rows * bytes_each)
+        if not self.plan.shares_work:
+            return
+        inverses = sum(number * each for _, number, each in self._matrices())
+        yield Collective("inverses", "all-reduce", inverses)
+        yield self._products()
+
+    def _products(self) -> Collective:
+        """Products with whole blocks: gathered, or added up where most would be zeros."""
+        sizes = [block.dim * jnp.dtype(block.dtype).itemsize for block, _ in self.whole]
+        longest = int(np.max(_loads(sizes, self._owners(), self.count), initial=0))
+        if self.count * longest <= 2 * sum(sizes):
+            return Collective("preconditioning", "all-gather", longest)
+        return Collective("preconditioning", "all-reduce", sum(sizes))
+
+
+def size(tree: Any) -> int:
+    """The bytes of arrays, or of what only has their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _dense_sides(block: Any) -> list[DenseSide]:
+    kronecker = getattr(block, "kronecker", None)
+    sides = (kronecker.inputs, kronecker.outputs) if kronecker else ()
+    return [side for side in sides if isinstance(side, DenseSide)]
+
+
+def _arrays_of(block: Any) -> list[jax.ShapeDtypeStruct]:
+    sides = block.kronecker.inputs, block.kronecker.outputs
+    return [jax.ShapeDtypeStruct(side.shape, block.dtype) for side in sides]
+
+
+def _of_product(kronecker: Any, numbers: int) -> int:
+    """The operations of a product with both sides, of so many numbers."""
+    sides = kronecker.inputs, kronecker.outputs
+    return numbers * sum(2 * s.size if isinstance(s, DenseSide) else 1 for s in sides)
+
+
+def _loads(tasks: list[Any], owners: list[int] | None, count: int) -> np.ndarray:
+    """The sum of the tasks of each device; without owners each does all of them."""
+    if owners is None:
+        return np.full(count, sum(tasks))
+    return np.bincount(owners, weights=tasks, minlength=count)
