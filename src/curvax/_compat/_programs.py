@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Sharding
 
 __all__ = [
     "Kind",
@@ -134,10 +135,13 @@ def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """What an equation of a jaxpr computes from other inputs than those it was traced with."""
-    params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:
-        results = equation.primitive.bind(*inputs, **params)
-    return list(results) if equation.primitive.multiple_results else [results]
+        return _bound(equation.primitive, inputs, equation.params)
+
+
+def _bound(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = primitive.bind(*inputs, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
 
 
 def run_now(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
@@ -146,8 +150,11 @@ def run_now(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
         return None
     if equation.primitive.name in ("pvary", "pcast"):  # They change types, inside of `shard_map`.
         return list(inputs)
-    with jax.ensure_compile_time_eval():
-        return run_equation(equation, inputs)
+    # Inside of `shard_map`, what is made is on the devices of a mesh. Here it is a mere value.
+    params = {k: None if isinstance(x, Sharding) else x for k, x in equation.params.items()}
+    nowhere = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with equation.ctx.manager, nowhere, jax.ensure_compile_time_eval():
+        return _bound(equation.primitive, inputs, params)
 
 
 def function_name(equation: Any) -> str:
