@@ -20,6 +20,7 @@ from curvax.curvature._operators import (
     as_linear_operator as as_linear_operator,
 )
 from curvax.curvature._report import CurvatureReport as CurvatureReport
+from curvax.curvature._rows import shared_batch as shared_batch
 from curvax.curvature._sharded import ShardedCurvature as ShardedCurvature
 from curvax.curvature._spectrum import (
     SpectralDensity as SpectralDensity,

@@ -10,8 +10,8 @@ Nothing that is quadratic in the gradients of single rows depends on these. But 
 of all of them together (`NaiveDiagonal`, `NaiveFull`, or an example with several rows) has no
 systematic error then. Row by row, with a pass for each, nothing is random.
 
-All that is random is drawn for each example on its own, so that it is the same whether a batch is
-taken at once or in parts.
+All that is random is drawn for each row on its own, by its number in the whole batch. So it is the
+same whether a batch is taken at once or in parts, by one device or by several.
 """
 
 import math
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._types import Array
+from curvax.curvature._rows import row_numbers
 from curvax.tracing import LossMap
 
 __all__ = ["MODES", "Cotangents", "Sweep", "check_mode", "draws", "num_passes", "sweeps"]
@@ -82,11 +83,16 @@ def draws(at: LossMap, mode: str, rng: Array, num_samples: int = 1) -> list[Arra
                 shapes.append((*rows, *samples))
 
     jax.eval_shape(look, at.params)
+    drawn = []
     keys = jax.random.split(rng, len(shapes))
-    if mode == "fisher_gradients":
-        return [jax.random.split(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    drawn = zip(keys, shapes, strict=True)
-    return [jax.random.rademacher(key, shape, jnp.float32) for key, shape in drawn]
+    for key, (count, *rest), stack in zip(keys, shapes, at.stacks, strict=True):
+        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack))
+        if mode == "fisher_gradients":
+            one = lambda k, shape=tuple(rest): jax.random.split(k, shape)
+        else:
+            one = lambda k, shape=tuple(rest): jax.random.rademacher(k, shape, jnp.float32)
+        drawn.append(jax.vmap(one)(rows))
+    return drawn
 
 
 def sweeps(

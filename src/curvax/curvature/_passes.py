@@ -19,6 +19,7 @@ from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.blocks import CurvatureBlock, LayerSite
 from curvax.curvature._modes import sweeps
+from curvax.curvature._rows import sum_of_shares
 from curvax.graph import Layer, Place
 from curvax.tracing import LossMap, TracedFunction, layer_data_at, statistics_at
 
@@ -137,7 +138,7 @@ def with_batch_terms(
     layers: Layers, states: Sequence[Any], terms: Terms, batch_sums: Sequence[Any]
 ) -> Terms:
     """The terms of all blocks, also of those that are of sums over the whole batch."""
-    found = list(terms)
+    found, batch_sums = list(terms), sum_of_shares(list(batch_sums))
     for number, block in enumerate(layers.blocks):
         if not block.sums_batch:
             continue

@@ -14,7 +14,7 @@ from curvax._types import Array
 from curvax.graph import Node
 from curvax.tags import LossTag
 
-__all__ = ["LossOperands"]
+__all__ = ["LossOperands", "mapped_lengths"]
 
 _NUMBERS = ("weight", "variance")
 """Arguments of losses that are numbers, unless they are given for each example."""
@@ -37,6 +37,12 @@ class LossOperands:
         arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
         self.dependants = tuple(arrays[:count])
         self.others = tuple(arrays[count:])
+
+
+def mapped_lengths(node: Node) -> tuple[int, ...]:
+    """The lengths of the axes of `jax.vmap` that the operands of a loss tag have in front."""
+    stacked = node.params["stacked"]
+    return tuple(_size(node.inputs, stacked, level) for level in range(len(stacked)))
 
 
 def _merged(
@@ -73,7 +79,7 @@ def _merged(
     return merged
 
 
-def _size(arrays: Sequence[Array], stacked: Sequence[Sequence[bool]], level: int) -> int:
+def _size(arrays: Sequence[Any], stacked: Sequence[Sequence[bool]], level: int) -> int:
     """The length of an axis in front, from an array that has it."""
     number = stacked[level].index(True)
     before = sum(outer[number] for outer in stacked[:level])

@@ -20,7 +20,7 @@ from curvax.graph import (
     stack_shape,
 )
 from curvax.tags import LayerTag
-from curvax.tracing._operands import LossOperands
+from curvax.tracing._operands import LossOperands, mapped_lengths
 from curvax.tracing._processed_jaxpr import ProcessedJaxpr
 
 __all__ = ["AtLosses", "LossMap", "TracedFunction"]
@@ -93,6 +93,14 @@ class LossMap:
         """The parameters."""
         inside = self.processed.params_range
         return list(self.leaves[inside.start : inside.stop])
+
+    @property
+    def stacks(self) -> list[tuple[int, ...]]:
+        """For each loss, the lengths of the axes of loops and of `vmap` among its rows."""
+        program = self.processed.program
+        return [
+            (*stack_shape(program, node), *mapped_lengths(node)) for node in self.processed.losses
+        ]
 
     def __call__(
         self, params: Sequence[Array], hooks: "AtLosses | None" = None, given: Given | None = None
