@@ -9,6 +9,7 @@ from curvax._compat._arrays import (
     filled_like,
     is_key,
     is_tracer,
+    is_tracing,
     is_varying,
     made_up,
     mesh_of,
@@ -40,7 +41,7 @@ from curvax._compat._primitives import (
     define_identity,
     define_linear_identity,
 )
-from curvax._compat._processes import gathered, sent_by_first, wait_for_all
+from curvax._compat._processes import exchanged, gathered, sent_by_first, wait_for_all
 from curvax._compat._programs import (
     Kind,
     ScanForm,
@@ -70,6 +71,7 @@ __all__ = [
     "default_device",
     "define_identity",
     "define_linear_identity",
+    "exchanged",
     "filled_like",
     "function_name",
     "gathered",
@@ -80,6 +82,7 @@ __all__ = [
     "is_key",
     "is_literal",
     "is_tracer",
+    "is_tracing",
     "is_varying",
     "kept_as_call",
     "made_up",

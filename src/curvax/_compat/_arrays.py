@@ -20,12 +20,15 @@ __all__ = [
     "filled_like",
     "is_key",
     "is_tracer",
+    "is_tracing",
     "is_varying",
     "made_up",
     "mesh_of",
+    "no_mesh",
     "resized",
     "shape_of",
     "sharding_of",
+    "unplaced",
     "unsharded_along",
     "unwrap_keys",
     "varying_axes",
@@ -46,6 +49,12 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     placed = isinstance(x, jax.Array) and not is_tracer(x) and x.committed
     sharding = x.sharding if placed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
+def unplaced(x: Any) -> jax.ShapeDtypeStruct:
+    """What a program has to know of an argument, but for where that lies."""
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def resized(x: Any, shape: tuple[int, ...]) -> Any:
@@ -69,6 +78,11 @@ def made_up(shape: Any) -> Any:
 def is_tracer(x: Any) -> bool:
     """Whether `x` stands for a value that is not known yet."""
     return isinstance(x, jax.core.Tracer)
+
+
+def is_tracing() -> bool:
+    """Whether new arrays are traced: a program is being made."""
+    return is_tracer(lax.full((), 0))
 
 
 def is_key(x: Any) -> bool:
@@ -152,13 +166,18 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
     A traced program knows its mesh. Outside of one, arrays over explicit mesh axes bring theirs
     along in their shardings, but JAX wants it said.
     """
-    if is_tracer(lax.full((), 0)):  # New arrays are traced: a program is being made.
+    if is_tracing():
         return nullcontext()
     for x in arrays:
         if is_tracer(x) or sharding_of(x) is None or not jax.sharding.get_abstract_mesh().empty:
             continue
         return jax.set_mesh(x.sharding.mesh)
     return nullcontext()
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """A context in which functions are traced as they are without a mesh around."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _type(x: Any) -> Any:

@@ -1,11 +1,12 @@
 """Several processes that run one program, as `jax.distributed` starts them."""
 
+import itertools
 from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["gathered", "sent_by_first", "wait_for_all"]
+__all__ = ["exchanged", "gathered", "sent_by_first", "wait_for_all"]
 
 
 def sent_by_first(value: Any) -> Any:
@@ -25,6 +26,33 @@ def gathered(numbers: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(numbers))
+
+
+_EXCHANGES = itertools.count()
+
+
+def exchanged(text: str, seconds: float) -> list[str | None]:
+    """The texts of all processes, in order; None for those that were not asked within this time.
+
+    Devices have no part in it, so it does not matter what they do meanwhile.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    from jax._src import distributed  # There is no other way that does not wait forever.
+
+    client: Any = distributed.global_state.client
+    key = f"curvax/{next(_EXCHANGES)}"
+    client.key_value_set(f"{key}/{jax.process_index()}", text)
+
+    def told(process: int) -> str | None:
+        try:
+            return client.blocking_key_value_get(f"{key}/{process}", int(1000 * seconds))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    return [told(process) for process in range(jax.process_count())]
 
 
 def wait_for_all(name: str) -> None:

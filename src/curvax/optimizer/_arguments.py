@@ -10,6 +10,7 @@ from curvax import _compat
 from curvax._checks import check_size
 from curvax.batching import microbatch
 from curvax.curvature import check_mode
+from curvax.optimizer._devices import check_mesh
 
 __all__ = ["check_arguments"]
 
@@ -39,6 +40,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         if is_wrong(given):
             raise ValueError(f"{_WHERE}: {message.format(**given)}")
     check_mode(given["estimation_mode"])
+    check_mesh(given["mesh"], given["pmap_axis_name"])
     sizes = {name: given[name] for name in ("microbatch_size", "memory_budget")}
     microbatch(len, 0, **sizes)  # A wrong size or budget is an error here.
 

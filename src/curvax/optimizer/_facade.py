@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.optimizer._construction import Settings, algorithm_of, settings_of
+from curvax.optimizer._devices import Devices, axis_of, without_places
 from curvax.optimizer._programs import Programs
 from curvax.optimizer._rules import Given
 from curvax.optimizer._step import Algorithm
@@ -84,15 +86,19 @@ class Facade:
     def _for_args(self, func_args: Sequence[PyTree]) -> Algorithm:
         """As `finalize`."""
         if self._made is None:
-            made = algorithm_of(self._given, self._settings, func_args, self._axis)
+            axis = self._axis
+            if axis is not None and not _compat.is_bound(axis):
+                func_args = without_places(func_args)
+            made = algorithm_of(self._given, self._settings, func_args, axis)
             self.__dict__["_made"] = made
         return self._algorithm
 
     @property
     def _axis(self) -> str | None:
         """The name of the axis of devices, if there is one."""
-        has_axis = self._given["multi_device"] and not self._given["debug"]
-        return self._given["pmap_axis_name"] if has_axis else None
+        given = self._given
+        has_axis = (given["multi_device"] or given["mesh"] is not None) and not given["debug"]
+        return axis_of(given["mesh"], given["pmap_axis_name"]) if has_axis else None
 
     def _check_given(self, given: Given) -> None:
         """What a call gives for learning rate, momentum and damping, if it shall give anything."""
@@ -106,4 +112,5 @@ class Facade:
         settings = settings_of(given)
         self.__dict__.update(_given=given, _settings=settings, _made=None)
         is_compiled, is_donating = not given["debug"], given["donate_buffers"]
-        self.__dict__["_programs"] = Programs(is_compiled, is_donating, self._axis)
+        devices = None if self._axis is None else Devices(given["mesh"], self._axis)
+        self.__dict__["_programs"] = Programs(is_compiled, is_donating, devices)

@@ -44,6 +44,12 @@ class ValueFunction:
     microbatch_size: int | None = None
     memory_budget: Any = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments that it has."""
+        has = {"params": True, "func_state": self.has_state, "rng": self.has_rng, "batch": True}
+        return tuple(name for name, is_there in has.items() if is_there)
+
     def arguments(
         self, params: PyTree, func_state: PyTree, rng: Any, batch: PyTree
     ) -> tuple[PyTree, ...]:

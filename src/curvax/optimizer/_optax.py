@@ -274,6 +274,7 @@ _NOT_OF_OPTAX = {
     "value_func_has_rng",
     "value_func_for_estimator",
     "multi_device",
+    "mesh",
     "pmap_axis_name",
     "debug",
     "forbid_setting_attributes_after_finalize",

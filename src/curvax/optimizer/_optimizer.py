@@ -4,14 +4,12 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature import default_batch_size_extractor
 from curvax.optimizer._fit import Callback, NoMoreBatches, fit
-from curvax.optimizer._programs import check_alive
+from curvax.optimizer._programs import check_alive, is_traced
 from curvax.optimizer._quantities import Quantities
 from curvax.optimizer._rules import Given, Schedule
 from curvax.optimizer._state import OptimizerState
@@ -90,10 +88,11 @@ class Optimizer(Quantities):
         patterns_to_skip: as in `auto_register_tags`.
         auto_register_kwargs: further arguments of `auto_register_tags`.
         layer_tag_to_block_ctor: as in `BlockDiagonalCurvature`.
-        multi_device: whether to use all devices.
+        multi_device: whether to split batches among devices: all, or those of `mesh`.
         debug: whether to run without compiling, on one device.
         batch_size_extractor: from a batch to its number of examples.
-        pmap_axis_name: the name of the axis of devices.
+        pmap_axis_name: the axis of devices along which batches are split: that of `mesh`, if it has
+            several; or that of a `jax.shard_map` or `jax.pmap` of the caller's around `step`.
         forbid_setting_attributes_after_finalize: whether these arguments, which are attributes,
             cannot be set once the function was traced.
         modifiable_attribute_exceptions: names of attributes that can.
@@ -123,6 +122,8 @@ class Optimizer(Quantities):
         stagger_inverses: whether each step computes the inverses of its share of layers, so that
             steps take about the same time.
         donate_buffers: whether `step` takes over the buffers of parameters and states.
+        mesh: the devices, with an axis that `pmap_axis_name` names, or a single one. It implies
+            `multi_device`. Parameters may be split along other axes.
 
     Raises:
         ValueError: if arguments contradict each other.
@@ -208,6 +209,7 @@ class Optimizer(Quantities):
         memory_budget: int | float | str | None = None,
         stagger_inverses: bool = False,
         donate_buffers: bool = True,
+        mesh: Mesh | None = None,
     ) -> None:
         given = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
@@ -234,8 +236,10 @@ class Optimizer(Quantities):
                 `strict_registration`, if a parameter is not part of a known kind of layer.
         """
         batch = self._processed(batch)
+        args = {"params": params, "rng": rng, "batch": batch, "func_state": func_state}
+        self._programs.check(args)
         init = self.finalize(params, rng, batch, func_state).init
-        return self._programs.run("init", init, (params, rng, batch, func_state))
+        return self._programs.run("init", init, args, results=OptimizerState.like_params("params"))
 
     def burnin(
         self,
@@ -269,10 +273,11 @@ class Optimizer(Quantities):
                     f"the first step. Give one that goes on, or fewer num_burnin_steps."
                 ) from None
             burnin = self.finalize(params, rng, batch, func_state).burnin
-            args = (params, state, burnin_key(rng, number), batch, func_state)
+            args = {"params": params, "state": state, "rng": burnin_key(rng, number)}
+            args |= {"batch": batch, "func_state": func_state}
             # The caller's own state is not given away: an error must not lose it.
-            name, replaced = ("burnin", (1,)) if number else ("first burnin", ())
-            state = self._programs.run(name, burnin, args, replaced, batch=3)
+            name, replaced = ("burnin", ("state",)) if number else ("first burnin", ())
+            state = self._programs.run(name, burnin, args, replaced, "state")
         return state, func_state
 
     def step(
@@ -315,35 +320,38 @@ class Optimizer(Quantities):
         Raises:
             ValueError: if arguments contradict each other, those of the constructor, or the state.
         """
-        given = _as_arrays(Given(learning_rate, momentum, damping), params)
+        given = Given(learning_rate, momentum, damping).as_arrays(number_type(params))
         self._check_given(given)
         check_alive((params, state, func_state))
-        is_traced = _is_traced((params, state, rng, batch, func_state, given))
-        if is_traced and batch is None:
+        is_inside = is_traced((params, state, rng, batch, func_state, given))
+        if is_inside and batch is None:
             raise ValueError(f"{_WHERE}: inside of a traced function, give step a batch.")
         if (batch is None) == (data_iterator is None):
             raise ValueError(
                 f"{_WHERE}: give step either batch= or data_iterator=, and not both or neither."
             )
-        if is_traced:
-            batch = self._processed(batch)
-            step = self.finalize(params, rng, batch, func_state).step
-            args = (params, state, rng, batch, func_state, given)
-            return self._returned(self._programs.traced(step, args, batch=3))
+        args = {"params": params, "state": state, "rng": rng, "batch": batch}
+        args |= {"func_state": func_state, "given": given}
+        self._programs.check(args)
+        results = ("params", "state", "func_state", None)
+        if is_inside:
+            args["batch"] = self._processed(batch)
+            step = self.finalize(params, rng, args["batch"], func_state).step
+            return self._returned(self._programs.inside(step, args, results))
         count = self.verify_args_and_get_step_counter(
             self._counter(state), *given, global_step_int=global_step_int
         )
         batches = itertools.repeat(batch) if data_iterator is None else iter(data_iterator)
         if count == 0 and self.num_burnin_steps:
-            state, _ = self.burnin(self.num_burnin_steps, params, state, rng, batches, func_state)
+            num_steps = self.num_burnin_steps
+            args["state"], _ = self.burnin(num_steps, params, state, rng, batches, func_state)
         try:
-            batch = self._processed(next(batches))
+            args["batch"] = self._processed(next(batches))
         except StopIteration:
             raise NoMoreBatches(f"{_WHERE}: data_iterator has no more batches.") from None
-        algorithm = self.finalize(params, rng, batch, func_state)
+        algorithm = self.finalize(params, rng, args["batch"], func_state)
         step = lambda *args: algorithm.step(*args, has_burnin=False)
-        args = (params, state, rng, batch, func_state, given)
-        found = self._programs.run("step", step, args, replaced=(0, 1, 4), batch=3)
+        found = self._programs.run("step", step, args, ("params", "state", "func_state"), results)
         self.__dict__["_counted"] = (found[1].step_counter, count + 1)
         return self._returned(found)
 
@@ -401,19 +409,3 @@ class Optimizer(Quantities):
         params, state, func_state, stats = found
         has_state = self._given["value_func_has_state"]
         return (params, state, func_state, stats) if has_state else (params, state, stats)
-
-
-def _as_arrays(given: Given, params: PyTree) -> Given:
-    """Numbers as arrays of one type, so that it does not matter how they were written."""
-    dtype = number_type(params)
-    for name, value in given._asdict().items():
-        if value is not None and jnp.shape(value):
-            raise ValueError(
-                f"{_WHERE}: {name} is one number, got an array of shape {jnp.shape(value)}. With "
-                f"several devices, too, it is given once."
-            )
-    return Given(*(None if x is None else jnp.asarray(x, dtype) for x in given))
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(map(_compat.is_tracer, jax.tree.leaves(tree)))

@@ -1,18 +1,16 @@
 """Compiled programs of the pure functions, which take over the buffers of what they replace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from curvax import _compat
 from curvax._types import PyTree
-from curvax.curvature import axes_of, length_of
+from curvax.optimizer._devices import Devices
 
-__all__ = ["Programs", "check_alive"]
+__all__ = ["Programs", "check_alive", "is_traced"]
 
 
 class Programs:
@@ -21,69 +19,57 @@ class Programs:
     Arguments:
         is_compiled: whether to compile them.
         is_donating: whether they may use the buffers of those arguments that are to be replaced.
-        axis: the name of an axis of all devices, along which batches are split; None for one
-            device.
+        devices: the devices among which batches are split; None for one device.
     """
 
-    def __init__(self, is_compiled: bool, is_donating: bool, axis: str | None) -> None:
-        self._is_compiled, self._is_donating, self._axis = is_compiled, is_donating, axis
+    def __init__(self, is_compiled: bool, is_donating: bool, devices: Devices | None) -> None:
+        self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
         self._known: dict[Any, Callable[..., Any]] = {}
 
     def run(
         self,
         name: str,
         fun: Callable[..., Any],
-        args: Sequence[Any],
-        replaced: Sequence[int] = (),
-        batch: int | None = None,
+        args: Mapping[str, Any],
+        replaced: Sequence[str] = (),
+        results: Any = None,
     ) -> Any:
-        """`fun(*args)`, where some arguments are replaced by the result, and one is the batch."""
+        """`fun(*args.values())`, where some arguments are replaced by the result.
+
+        On several devices the argument called "batch" is split. The results, of which some are
+        called like arguments and others None, are placed as these are.
+        """
         if not self._is_compiled:
-            return fun(*args)
-        donated = tuple(replaced) if self._is_donating else ()
-        key, whole = name, fun
-        if self._axis is not None and batch is not None:
-            specs = self._specs(args, batch)
-            key = name, *jax.tree.leaves(specs), jax.tree.structure(args[batch])
-            whole = self._on_devices(fun, specs)
+            return fun(*args.values())
+        names = list(args)
+        donated = tuple(k for k, x in enumerate(names) if x in replaced and self._is_donating)
+        given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
+        args = dict(zip(names, _without_aliases(given, donated), strict=True))
+        key: Any = name
+        whole, options = fun, {}
+        if self._devices is not None:
+            args = self._devices.placed(name, args)
+            options["out_shardings"] = self._devices.shardings(results, args)
+            leaves, structure = jax.tree.flatten(options)
+            key = name, structure, *leaves
+            whole = self._devices.on_all(fun, names)
         if key not in self._known:
-            self._known[key] = jax.jit(whole, donate_argnums=donated)
-        args = [jax.tree.map(_strong, x) if k in replaced else x for k, x in enumerate(args)]
-        return self._known[key](*_without_aliases(args, donated))
+            self._known[key] = jax.jit(whole, donate_argnums=donated, **options)
+        program = self._known[key]
+        if self._devices is None:
+            return program(*args.values())
+        return self._devices.run(program, args)
 
-    def traced(self, fun: Callable[..., Any], args: Sequence[Any], batch: int) -> Any:
-        """As `run`, inside of a trace: on all devices, unless it is there already."""
-        if self._axis is None or not self._is_compiled or _compat.is_bound(self._axis):
-            return fun(*args)
-        return self._on_devices(fun, self._specs(args, batch))(*args)
+    def check(self, args: Mapping[str, Any]) -> None:
+        """Check what can be told of arguments before any program is made for them."""
+        if self._devices is not None:
+            self._devices.check_plain(args)
 
-    def _specs(self, args: Sequence[Any], batch: int) -> tuple[Any, ...]:
-        """How the arguments are split among devices: the batch is, by examples."""
-        _check_divisible(args[batch], len(jax.devices()))
-        spec = lambda axis: PartitionSpec() if axis is None else PartitionSpec(self._axis)
-        specs: list[Any] = [PartitionSpec()] * len(args)
-        specs[batch] = jax.tree.map(spec, axes_of(args[batch]), is_leaf=_is_none)
-        return tuple(specs)
-
-    def _on_devices(self, fun: Callable[..., Any], specs: tuple[Any, ...]) -> Any:
-        """The function on all devices, each with its part of the batch."""
-        mesh = Mesh(np.array(jax.devices()), (self._axis,))
-        options: dict[str, Any] = {"out_specs": PartitionSpec(), "check_vma": False}
-        return jax.shard_map(fun, mesh=mesh, in_specs=specs, **options)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _check_divisible(batch: PyTree, count: int) -> None:
-    length = length_of(batch)
-    if length % count:
-        raise ValueError(
-            f"curvax.Optimizer: with multi_device=True a batch is split among the {count} devices, "
-            f"but it has {length} examples, which {count} does not divide. Use a batch of "
-            f"{length - length % count} or {length + count - length % count}."
-        )
+    def inside(self, fun: Callable[..., Any], args: Mapping[str, Any], results: Any = None) -> Any:
+        """As `run`, inside of a trace."""
+        if self._devices is None or not self._is_compiled:
+            return fun(*args.values())
+        return self._devices.inside(fun, args, results)
 
 
 def _strong(leaf: Any) -> Any:
@@ -93,6 +79,11 @@ def _strong(leaf: Any) -> Any:
     """
     is_weak = isinstance(leaf, float) or getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, jnp.result_type(leaf)) if is_weak else leaf
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Whether some of it has no value yet."""
+    return any(map(_compat.is_tracer, jax.tree.leaves(tree)))
 
 
 def check_alive(tree: PyTree) -> None:

@@ -1,6 +1,6 @@
 """What the optimizer tells beside steps: properties, checks, losses and quadratic models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from curvax._types import Array, PyTree
 from curvax.curvature import BlockDiagonalCurvature
 from curvax.optimizer._facade import Facade
+from curvax.optimizer._programs import is_traced
 from curvax.optimizer._rules import Given
 from curvax.optimizer._state import OptimizerState
+from curvax.optimizer._step import Algorithm
 
 __all__ = ["Quantities"]
 
@@ -77,7 +79,8 @@ class Quantities(Facade):
 
     def compute_loss_value(self, func_args: Sequence[PyTree]) -> Array:
         """The loss, for arguments of `value_and_grad_func`."""
-        return self._for_args(func_args).on_one_device.loss(func_args)
+        loss = lambda algorithm: lambda *func_args: algorithm.loss(func_args)
+        return self._computed("loss", loss, self._named(func_args), func_args)
 
     def compute_l2_quad_matrix(self, vectors: Sequence[PyTree]) -> Array:
         """The matrix of `vᵢᵀ L2 vⱼ`, where L2 is the curvature of the regulariser.
@@ -115,12 +118,36 @@ class Quantities(Facade):
                 f"{self._where}: compute_exact_quad_model needs func_args, the arguments of "
                 f"value_and_grad_func: the exact curvature depends on them."
             )
-        model = self._for_args(func_args).on_one_device.exact_model(vectors, grads, func_args)
-        return model.curvature, model.identity, model.gradient
+
+        def model(algorithm: Algorithm) -> Callable[..., Any]:
+            return lambda vectors, grads, *args: tuple(algorithm.exact_model(vectors, grads, args))
+
+        args = {"vectors": list(vectors), "grads": grads, **self._named(func_args)}
+        return self._computed("exact model", model, args, func_args)
 
     def compute_approx_quad_model(
         self, state: OptimizerState, vectors: Sequence[PyTree], grads: PyTree
     ) -> tuple[Array, Array, Array]:
         """As `compute_exact_quad_model`, with the estimate of the curvature in a state."""
-        model = self._algorithm.on_one_device.approx_model(state, vectors, grads)
-        return model.curvature, model.identity, model.gradient
+        model = lambda algorithm: lambda *args: tuple(algorithm.approx_model(*args))
+        args = {"state": state, "vectors": list(vectors), "grads": grads}
+        return self._computed("approximate model", model, args)
+
+    def _named(self, func_args: Sequence[PyTree]) -> dict[str, PyTree]:
+        """Arguments of the function by name."""
+        return dict(zip(self._settings.function.names, func_args, strict=True))
+
+    def _computed(
+        self,
+        name: str,
+        of: Callable[[Algorithm], Callable[..., Any]],
+        args: Mapping[str, Any],
+        func_args: Sequence[PyTree] | None = None,
+    ) -> Any:
+        """A function of the algorithm's, on several devices if there are."""
+        algorithm = self._algorithm if func_args is None else self._for_args(func_args)
+        if algorithm.axis is None:
+            return of(algorithm)(*args.values())
+        if is_traced(args):
+            return self._programs.inside(of(algorithm), args)
+        return self._programs.run(name, of(algorithm), args)

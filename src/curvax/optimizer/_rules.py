@@ -105,6 +105,16 @@ class Given(NamedTuple):
     momentum: Any = None
     damping: Any = None
 
+    def as_arrays(self, dtype: Any) -> "Given":
+        """Numbers as arrays of one type, so that it does not matter how they were written."""
+        for name, value in self._asdict().items():
+            if value is not None and jnp.shape(value):
+                raise ValueError(
+                    f"{_WHERE}: {name} is one number, got an array of shape {jnp.shape(value)}. "
+                    f"With several devices, too, it is given once."
+                )
+        return Given(*(None if x is None else jnp.asarray(x, dtype) for x in self))
+
 
 @dataclass(frozen=True)
 class Options:

@@ -1,6 +1,6 @@
 """The state of the optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -42,3 +42,9 @@ class OptimizerState:
     skipped: Any = field(default_factory=_no_steps, kw_only=True)
     rejected: Any = field(default_factory=_no_steps, kw_only=True)
     is_stale: Any = field(default_factory=lambda: jnp.ones((), bool), kw_only=True)
+
+    @classmethod
+    def like_params(cls, params: Any) -> "OptimizerState":
+        """This for what is like the parameters, and None for everything else."""
+        others = {entry.name: None for entry in fields(cls)}
+        return cls(**(others | {"velocities": params}))

@@ -68,11 +68,6 @@ class Algorithm:
     axis: str | None
 
     @property
-    def on_one_device(self) -> "Algorithm":
-        """The same without an axis of devices."""
-        return replace(self, axis=None, preconditioner=replace(self.preconditioner, axis=None))
-
-    @property
     def needs_loss(self) -> bool:
         """Whether a step depends on the loss, and not only on its gradient."""
         return isinstance(self.rules.damping, Adaptive) or self.options.use_step_rejection
@@ -98,8 +93,8 @@ class Algorithm:
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> OptimizerState:
         """The state with the curvature of one more batch in it."""
-        rng, own = jax.random.split(self._of_device(rng))
-        func_args = self.function.arguments(params, func_state, own, batch)
+        rng, own = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._of_device(own), batch)
         size = self.batch_size_extractor(batch)
         estimate = self.preconditioner.updated(state.estimator_state, func_args, size, rng)
         return replace(state, estimator_state=estimate)
@@ -121,8 +116,8 @@ class Algorithm:
         params, state = jax.tree.map(jnp.asarray, (params, state))
         if has_burnin:
             state = self.burnt_in(params, state, rng, batch, func_state)
-        rng, own = jax.random.split(self._of_device(rng))
-        func_args = self.function.arguments(params, func_state, own, batch)
+        rng, own = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._of_device(own), batch)
         size = self.batch_size_extractor(batch)
         found = self._evaluated(func_args)
         update, after, stats = self.advance(state, found, func_args, size, rng, given)
