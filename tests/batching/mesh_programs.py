@@ -210,7 +210,14 @@ def check_exactness():
         mapped = curvax.chunked_vmap(counted, size, mesh=mesh_of(4))
         jax.jit(jax.grad(lambda x, mapped=mapped: jnp.sum(mapped(x)))).lower(jnp.ones(length))
         assert len(traced) == 1, (length, size, len(traced))
-    return 4
+
+    # Which examples a function of a batch sees together: successive ones, on each device.
+    spread = lambda x: jnp.std(x, axis=0)
+    for order in ("strided", "contiguous"):
+        micro = functools.partial(curvax.microbatch, spread, 0, 2, order=order)
+        shares = jnp.split(examples(12), 3)
+        same(jax.jit(micro(mesh=mesh_of(3)))(examples(12)), sum(map(micro(), shares)))
+    return 5
 
 
 def check_dtypes():

@@ -1,8 +1,9 @@
 """Maps that stay within bounds: a vectorised function, or one of a batch, a chunk at a time.
 
-From the bottom: `_plan` deals examples out to chunks, `_reducers` says what becomes of outputs,
-`_loop` runs the chunks, `_arguments` reads a call. The public functions are a few lines on these:
-`chunked_vmap`, `micro_vmap` and `micro_grad` through `_map`, and `microbatch`.
+From the bottom: `_plan` deals examples out to chunks and `_shares` to devices, `_reducers` says
+what becomes of outputs, `_loop` runs the chunks, `_on_mesh` does so on several devices,
+`_arguments` reads a call. The public functions are a few lines on these: `chunked_vmap`,
+`micro_vmap` and `micro_grad` through `_map`, and `microbatch`.
 """
 
 from curvax.batching._accumulators import (

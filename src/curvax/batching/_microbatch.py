@@ -54,6 +54,10 @@ def microbatch(
     `microbatch_size` does not divide the batch. MEAN and RUNNING_MEAN then weight each microbatch
     by its examples.
 
+    With a `mesh` of D devices, device d has the examples from d * N / D on, makes microbatches of
+    them, and the result is over those of all devices; devices meet once, at the end. D must divide
+    the number N of examples.
+
     Arguments:
         fun: a function of a batch, and of anything else.
         argnums: which positional arguments are batches. They may be passed by name too.
@@ -67,7 +71,8 @@ def microbatch(
         num_real_microbatches: run only that many microbatches, the first in the given order. SUM
             and the means are then over those, and CONCAT gives zeros for the other examples. As a
             Python int it makes a shorter program; traced, one program serves every number, but
-            cannot be differentiated in reverse mode.
+            cannot be differentiated in reverse mode. On a mesh each device runs as many of its
+            own, under the conditions that `micro_vmap` names.
         order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
@@ -88,7 +93,8 @@ def microbatch(
     Raises:
         ValueError: if the batch arguments have no common length or are missing, an axis does not
             exist, outputs do not fit their accumulator, or more microbatches are asked for than
-            there are; if both a size and a budget are given.
+            there are; if both a size and a budget are given; if devices do not divide the batch,
+            and for a mesh as `chunked_vmap`.
         TypeError: if a size is no integer, or a mean is asked for of integers.
         MemoryBudgetError: if not even microbatches of one fit the budget.
 

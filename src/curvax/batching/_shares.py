@@ -110,7 +110,8 @@ class Share:
         """An array with the examples along `axis`, so that equal parts are those of devices."""
         if self.parts.is_even:
             return x
-        return jnp.take(_compat.unsharded_along(x, axis), self.parts.examples().ravel(), axis)
+        numbers = self.parts.examples().ravel()
+        return jnp.take(_compat.unsharded_along(x, axis), numbers, axis, mode="clip")
 
     def has_last(self) -> Array:
         """Whether the device has the optional last example."""
@@ -125,7 +126,7 @@ class Share:
         """What `spec` says of the rows that devices have in their places along `axis`."""
         if self.parts.is_even:
             return self.devices.joined(x, axis) if self.replicated else x
-        return jnp.take(self.devices.joined(x, axis), self.parts.places(), axis)
+        return jnp.take(self.devices.joined(x, axis), self.parts.places(), axis, mode="clip")
 
     def total(self, examples: Size) -> Size:
         """How many examples there are on all devices, of which so many on this one."""
