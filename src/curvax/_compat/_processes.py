@@ -1,6 +1,7 @@
 """Several processes that run one program, as `jax.distributed` starts them."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,12 +11,17 @@ __all__ = ["exchanged", "gathered", "sent_by_first", "wait_for_all"]
 
 
 def sent_by_first(value: Any) -> Any:
-    """What process 0 has for this pytree of numbers and NumPy arrays. All processes must ask."""
+    """What process 0 has for this pytree of numbers and NumPy arrays. All processes must ask.
+
+    They may do so while a program is being traced.
+    """
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils  # Only here, as it takes long to load.
 
-    return multihost_utils.broadcast_one_to_all(value)
+    # Transformations and meshes around the caller are not around another thread.
+    with ThreadPoolExecutor(1) as other_thread:
+        return other_thread.submit(multihost_utils.broadcast_one_to_all, value).result()
 
 
 def gathered(numbers: Any) -> Any:
