@@ -116,6 +116,11 @@ _SEQUENCES = (
 
 _CONTRADICTIONS: tuple[Any, ...] = (
     (
+        lambda g: g["shard_state"] and not g["multi_device"] and g["mesh"] is None,
+        "shard_state=True splits the state among devices, but multi_device=False and mesh=None. "
+        "Give one of them.",
+    ),
+    (
         lambda g: g["norm_constraint"] is not None and g["use_adaptive_learning_rate"],
         "norm_constraint={norm_constraint} and use_adaptive_learning_rate=True contradict each "
         "other: an adaptive learning rate decides itself how long a step is. Give one of them.",

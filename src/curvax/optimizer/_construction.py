@@ -1,11 +1,13 @@
 """From the arguments of the constructor to the parts of the algorithm."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curvax._types import PyTree
-from curvax.curvature import BlockDiagonalCurvature, ImplicitExactCurvature
+from curvax.curvature import BlockDiagonalCurvature, ImplicitExactCurvature, ShardedCurvature
 from curvax.optimizer._arguments import check_arguments
+from curvax.optimizer._devices import num_devices
 from curvax.optimizer._function import ValueFunction
 from curvax.optimizer._preconditioner import L2, Preconditioner, Schedules
 from curvax.optimizer._rules import LevenbergMarquardt, Options, Rules, rule_of
@@ -75,7 +77,11 @@ def algorithm_of(
     func = settings.function.for_estimator(given["value_func_for_estimator"], func_args)
     sizes = {name: given[name] for name in ("microbatch_size", "memory_budget")}
     batch = {"batch_index": len(func_args) - 1}
-    estimator = BlockDiagonalCurvature(
+    kind: Any = BlockDiagonalCurvature
+    if given["shard_state"] and axis is not None:
+        count = num_devices(given["mesh"], axis)
+        kind = functools.partial(ShardedCurvature, num_devices=count, axis_name=axis)
+    estimator = kind(
         func,
         0,
         given["estimation_mode"],

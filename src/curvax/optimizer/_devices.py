@@ -1,8 +1,9 @@
 """The devices of an optimizer: those of a mesh, along one axis of which batches are split.
 
-Each device has its own examples, and all have the same parameters and states. Along other axes of
-the mesh parameters may be split; what runs there is left to the compiler. For that all axes are
-made automatic ones inside, and results are put back on the mesh that was given.
+Each device has its own examples, and all have the same parameters and states, but for rows of a
+state that is split as well. Along other axes of the mesh parameters may be split; what runs there
+is left to the compiler. For that all axes are made automatic ones inside, and results are put back
+on the mesh that was given.
 """
 
 import contextlib
@@ -17,13 +18,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import PyTree
-from curvax.curvature import axes_of
+from curvax.curvature import axes_of, by_leaf
 from curvax.parallel import Agreement, MeshAxis, is_placed, placed
 
-__all__ = ["Devices", "axis_of", "check_mesh", "without_places"]
+__all__ = ["SPLIT", "Devices", "axis_of", "check_mesh", "num_devices", "without_places"]
 
 _WHERE = "curvax.Optimizer"
 _BATCH = "batch"
+
+SPLIT = object()
+"""In place of the name of a result: that it is split among devices along its first axis."""
 
 
 def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
@@ -49,6 +53,11 @@ def axis_of(mesh: Mesh | None, pmap_axis_name: str) -> str:
     if mesh is None or len(mesh.axis_names) != 1:
         return pmap_axis_name
     return mesh.axis_names[0]
+
+
+def num_devices(mesh: Mesh | None, axis: str) -> int:
+    """How many devices there are along the axis; without a mesh all there are."""
+    return jax.device_count() if mesh is None else mesh.shape[axis]
 
 
 def without_places(tree: PyTree) -> PyTree:
@@ -133,30 +142,47 @@ class Devices:
 
     def shardings(self, results: Any, args: Mapping[str, Any]) -> Any:
         """Where results are to be: as the arguments of those names, or whole on each device."""
-        whole = self._along.sharding(None)
-        if not self.has_other_axes:
-            return whole
-        of_leaf = lambda x: x.sharding if isinstance(x, jax.Array) else whole
-        like = lambda name: whole if name is None else jax.tree.map(of_leaf, args[name])
-        return jax.tree.map(like, results, is_leaf=_is_none)
 
-    def on_all(self, fun: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+        def of_leaf(leaf: Any, position: int | None) -> Any:
+            is_elsewhere = self.has_other_axes and isinstance(leaf, jax.Array)
+            return leaf.sharding if is_elsewhere else self._along.sharding(position)
+
+        return self._of_results(of_leaf, results, args)
+
+    def on_all(
+        self, fun: Callable[..., Any], names: Sequence[str], results: Any
+    ) -> Callable[..., Any]:
         """The function of arguments of these names, on all devices, each with its own examples."""
         spec = lambda _, position: self._along.spec(position)
 
-        def run(*args: Any) -> Any:
-            pairs = zip(names, args, strict=True)
-            specs = tuple(_by_leaf(spec, name, tree) for name, tree in pairs)
-            return self._along.on_all(fun, specs, PartitionSpec())(*args)
+        def run(*given: Any) -> Any:
+            args = dict(zip(names, given, strict=True))
+            specs = tuple(_by_leaf(spec, name, tree) for name, tree in args.items())
+            return self._along.on_all(fun, specs, self._of_results(spec, results, args))(*given)
 
         return run
+
+    def _of_results(
+        self,
+        of_leaf: Callable[[Any, int | None], Any],
+        results: Any,
+        args: Mapping[str, Any],
+    ) -> Any:
+        """A function of each result: of the leaves of the argument that it replaces, if any."""
+
+        def of(name: Any) -> Any:
+            if name is None or name is SPLIT:
+                return of_leaf(None, None if name is None else 0)
+            return _by_leaf(of_leaf, name, args[name])
+
+        return jax.tree.map(of, results, is_leaf=_is_none)
 
     def inside(self, fun: Callable[..., Any], args: Mapping[str, Any], results: Any) -> Any:
         """What the function returns, inside of a trace: on all devices, unless it runs there."""
         if _compat.is_bound(self.axis):
             return fun(*args.values())
         self._check_batch(args)
-        run = self.on_all(fun, list(args))
+        run = self.on_all(fun, list(args), results)
         if not self._is_explicit:
             return run(*args.values())
         # Types say how arrays are split. Those of results are the types of what they replace.
@@ -194,8 +220,9 @@ class Devices:
 
 def _by_leaf(fun: Callable[[Any, int | None], Any], name: str, tree: PyTree) -> PyTree:
     """A function of each leaf of an argument, and of the axis along which that is split, if any."""
-    position = axes_of if name == _BATCH else lambda _: None
-    return jax.tree.map(lambda leaf: fun(leaf, position(leaf)), tree)
+    if name == _BATCH:
+        return jax.tree.map(lambda leaf: fun(leaf, axes_of(leaf)), tree)
+    return by_leaf(fun, tree)
 
 
 def _is_none(x: Any) -> bool:

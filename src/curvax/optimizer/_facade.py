@@ -1,14 +1,19 @@
 """What is around the algorithm: the user's arguments as attributes, the trace, what is compiled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import jax
 
 from curvax import _compat
 from curvax._types import Array, PyTree
+from curvax.curvature import by_leaf
 from curvax.optimizer._construction import Settings, algorithm_of, settings_of
-from curvax.optimizer._devices import Devices, axis_of, without_places
+from curvax.optimizer._devices import SPLIT, Devices, axis_of, without_places
 from curvax.optimizer._programs import Programs
 from curvax.optimizer._rules import Given
+from curvax.optimizer._state import OptimizerState
 from curvax.optimizer._step import Algorithm
 
 __all__ = ["Facade"]
@@ -92,6 +97,15 @@ class Facade:
             made = algorithm_of(self._given, self._settings, func_args, axis)
             self.__dict__["_made"] = made
         return self._algorithm
+
+    def _like_state(self, init: Callable[..., Any], args: Mapping[str, Any]) -> OptimizerState:
+        """How a new state is placed: what is like the parameters as these, and rows are split."""
+        like = OptimizerState.like_params("params")
+        if not self._given["shard_state"] or self._axis is None:
+            return like
+        made = jax.eval_shape(init, *args.values()).estimator_state
+        split = by_leaf(lambda _, position: None if position is None else SPLIT, made)
+        return replace(like, estimator_state=split)
 
     @property
     def _axis(self) -> str | None:

@@ -283,6 +283,7 @@ _NOT_OF_OPTAX = {
     "include_per_param_norms_in_stats",
     "include_registered_loss_in_stats",
     "donate_buffers",
+    "shard_state",
 }
 
 

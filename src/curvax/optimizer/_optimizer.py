@@ -124,6 +124,9 @@ class Optimizer(Quantities):
         donate_buffers: whether `step` takes over the buffers of parameters and states.
         mesh: the devices, with an axis that `pmap_axis_name` names, or a single one. It implies
             `multi_device`. Parameters may be split along other axes.
+        shard_state: whether each device keeps and inverts a share of the Kronecker factors instead
+            of all. Pairs of factors of equal shape are shared out, so memory falls with devices as
+            far as there are several.
 
     Raises:
         ValueError: if arguments contradict each other.
@@ -210,6 +213,7 @@ class Optimizer(Quantities):
         stagger_inverses: bool = False,
         donate_buffers: bool = True,
         mesh: Mesh | None = None,
+        shard_state: bool = False,
     ) -> None:
         given = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
@@ -239,7 +243,7 @@ class Optimizer(Quantities):
         args = {"params": params, "rng": rng, "batch": batch, "func_state": func_state}
         self._programs.check(args)
         init = self.finalize(params, rng, batch, func_state).init
-        return self._programs.run("init", init, args, results=OptimizerState.like_params("params"))
+        return self._programs.run("init", init, args, results=self._like_state(init, args))
 
     def burnin(
         self,

@@ -52,7 +52,7 @@ class Programs:
             options["out_shardings"] = self._devices.shardings(results, args)
             leaves, structure = jax.tree.flatten(options)
             key = name, structure, *leaves
-            whole = self._devices.on_all(fun, names)
+            whole = self._devices.on_all(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(whole, donate_argnums=donated, **options)
         program = self._known[key]
