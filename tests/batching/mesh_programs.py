@@ -466,6 +466,11 @@ def check_memory():
         for devices in (2, 4):
             curvax.chunked_vmap(heavy, memory_budget="100MB", mesh=mesh_of(devices))(x)
     assert [plan.batch_size for plan in plans] == [32, 16]
+    others = Mesh(np.array(jax.devices()[4:6]), ("data",))
+    elsewhere = curvax.chunked_vmap(heavy, memory_budget="100MB", mesh=others)(x)
+    assert elsewhere.sharding.device_set == set(jax.devices()[4:6])
+    whole = curvax.chunked_vmap(heavy, memory_budget="100MB", mesh=others, replicated=True)(x)
+    assert whole.sharding.is_fully_replicated
     gradient = curvax.micro_grad(
         lambda w, x: heavy(w * x[0]), memory_budget="1MB", objective="time", mesh=mesh_of(4)
     )
