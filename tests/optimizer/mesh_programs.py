@@ -143,7 +143,7 @@ def check_meshes():
 
 def check_inside(mesh, params, expected):
     """Steps in a loop of the caller's own, inside of `jit`."""
-    optimizer = make(mesh=mesh, pmap_axis_name="data")
+    optimizer = make(mesh=mesh, pmap_axis_name="data", donate_buffers=False)
     batches = [problems.make_batch(number, 8) for number in range(3)]
     state = optimizer.init(params, key(0), batches[0])
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
@@ -161,6 +161,19 @@ def check_inside(mesh, params, expected):
     (params, state), stats = steps(params, state, stacked)
     close((params, state), expected[:2])
     close(stats["loss"], np.array([each["loss"] for each in expected[2]]))
+
+
+def check_own_map():
+    """A step inside of a `shard_map` of the caller's takes the examples of its device."""
+    optimizer = make(pmap_axis_name="mine", multi_device=True, estimation_mode="fisher_gradients")
+    one = make(estimation_mode="fisher_gradients")
+    batch, params = problems.make_batch(0, 8), make_params()
+    state = one.init(params, key(0), batch)
+    step = lambda params, state, batch: optimizer.step(params, state, key(1), batch=batch, **VALUES)
+    options = {"in_specs": (P(), P(), P("mine")), "out_specs": P(), "check_vma": False}
+    mapped = jax.shard_map(step, mesh=mesh_of(4, names=("mine",)), **options)
+    found = jax.jit(mapped)(params, state, batch)
+    close(found, one.step(params, state, key(1), batch=batch, **VALUES))
 
 
 def check_methods():
