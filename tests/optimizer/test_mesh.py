@@ -51,6 +51,10 @@ def test_everything_else_works_on_a_mesh():
     check("methods")
 
 
+def test_a_step_may_be_taken_inside_of_a_map_of_the_callers():
+    check("own_map")
+
+
 def test_wrong_arguments_on_a_mesh_are_told():
     check("errors")
 
@@ -69,6 +73,13 @@ def test_inverses_are_shared_out_evenly_among_eight_devices():
     assert len(loads) == 8
     largest = max(x for own in work for x in own)
     assert max(loads) <= 1.3 * max(np.mean(loads), largest)
+
+
+def test_processes_must_be_given_a_budget_in_bytes(monkeypatch):
+    make(multi_device=True, memory_budget="50%")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"memory_budget='50%' is a share .* Give bytes"):
+        make(multi_device=True, memory_budget="50%")
 
 
 @pytest.mark.usefixtures("unchecked")

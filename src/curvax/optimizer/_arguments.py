@@ -55,6 +55,10 @@ def _check_number(name: str, value: Any, is_right: Any, expected: str) -> None:
         raise ValueError(f"{_WHERE}: {name} must be {expected}, got {value}.")
 
 
+def _is_fraction(budget: Any) -> bool:
+    return isinstance(budget, float) or (isinstance(budget, str) and "%" in budget)
+
+
 _COUNTS = (
     "inverse_update_period",
     "curvature_update_period",
@@ -155,6 +159,15 @@ _CONTRADICTIONS: tuple[Any, ...] = (
         lambda g: g["microbatch_size"] is not None and g["memory_budget"] is not None,
         "microbatch_size={microbatch_size} and memory_budget={memory_budget!r} say the same thing; "
         "give one of them.",
+    ),
+    (
+        lambda g: (
+            _is_fraction(g["memory_budget"])
+            and (g["multi_device"] or g["mesh"] is not None)
+            and jax.process_count() > 1
+        ),
+        "memory_budget={memory_budget!r} is a share of what a process has, which may differ "
+        "between processes, but all must run the same program. Give bytes, such as '2GiB'.",
     ),
     (
         lambda g: g["register_only_generic"] and g["strict_registration"],
