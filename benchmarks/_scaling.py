@@ -161,7 +161,7 @@ class Step:
         weights = [(own.weight, own.refused) for own in self.state.shards] if self.shards else []
         return kinds | {"averages": kinds["averages"] + size(weights)}
 
-    def memory(self) -> dict[str, float]:
+    def memory(self) -> dict[str, int]:
         """The bytes that each device needs, by what for."""
         params = size(self.model.params)
         kinds = ("parameters", "gradient", "momentum")
@@ -218,7 +218,8 @@ class Step:
                 yield rows, math.prod(side.stack), rows**2 * jnp.dtype(block.dtype).itemsize
 
     def _collectives(self) -> Iterator[Collective]:
-        yield Collective("gradient", "all-reduce", size(self.model.params))
+        gradient = size(self.model.params) - size(self.model.repeated)
+        yield Collective("gradient", "all-reduce", gradient)
         whole = [x for block, own in self.whole for x in block.averages(own)]
         yield Collective("statistics", "all-reduce", size([x.raw_value for x in whole]))
         for shard, own in zip(self.shards, self.state.shards if self.shards else (), strict=True):

@@ -24,6 +24,8 @@ class Model:
     params: Any
     example: Any
     """The shapes of what belongs to one example."""
+    repeated: Any = ()
+    """Parameters whose gradients are equal to those of others; compilers send these once."""
 
     def batch(self, length: int) -> Any:
         """A batch of so many examples."""
@@ -121,7 +123,9 @@ def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Mode
         p = params["head"]
         return cross_entropy(jnp.mean(x, axis=(1, 2)) @ p["weight"] + p["bias"], labels)
 
-    return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)))
+    # Shifts of both branches of a block are added to the same sum.
+    repeated = [p["beside"]["shift"] for p in blocks if "beside" in p]
+    return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)), repeated)
 
 
 def cross_entropy(logits: Any, classes: Any) -> Any:

@@ -61,7 +61,7 @@ class Costs:
 
     flops: dict[str, float]
     sent: dict[str, float]
-    memory: dict[str, float]
+    memory: dict[str, int]
 
     @classmethod
     def of(cls, step: Step, passes: Passes, batch_size: int) -> "Costs":
