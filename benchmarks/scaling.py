@@ -233,7 +233,7 @@ def bound(model: Model, plan: str) -> dict[str, float]:
     """The bytes of gradient, factors, inverses (in a mean step) and products."""
     step = Step.of(model, PLANS["replicated"], 1)
     memory = step.memory()
-    found = {"gradient": memory["gradient"], "statistics": memory["averages"]}
+    found: dict[str, float] = {"gradient": memory["gradient"], "statistics": memory["averages"]}
     if plan != "replicated":
         found["products"] = memory["gradient"]
     if plan == "shared":  # Widened to few sizes.
