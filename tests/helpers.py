@@ -7,6 +7,7 @@ computes everything a program must agree with its naive equivalent on, in one co
 import contextlib
 import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,9 +41,50 @@ def run_on_devices(program: Path, count: int, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=1800,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
+
+
+@contextlib.contextmanager
+def started_processes(
+    program: Path, count: int, *arguments: str, devices: int = 1
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of one program; those that are still there in the end are killed.
+
+    Its arguments are what `jax.distributed.initialize` takes (an address, how many there are, and
+    which it is), then the others. What it writes, also of errors, is in `stdout`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(count), str(number), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def run_processes(program: Path, count: int, *arguments: str, devices: int = 1) -> list[str]:
+    """What each of several processes writes, if none of them fails or takes minutes."""
+    with started_processes(program, count, *arguments, devices=devices) as started:
+        written = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count, "\n\n".join(written)
+    return written
 
 
 def random_like(tree: Any, seed: int = 0) -> Any:

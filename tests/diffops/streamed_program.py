@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import curvax
-from curvax.diffops import _stream
+from curvax.diffops import _blocks
 
 N = 24
 
@@ -28,7 +28,8 @@ def slowly(compute, seconds):
 
 
 def main(path, seconds):
-    _stream._Blocks.compute = slowly(_stream._Blocks.compute, seconds)
+    programs = _blocks.BlockPrograms
+    programs.compute = slowly(programs.compute, seconds)
     x = jax.block_until_ready(jnp.linspace(-1.0, 1.0, N))
     sys.stdout.write("ready\n")
     sys.stdout.flush()

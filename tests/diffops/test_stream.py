@@ -16,7 +16,7 @@ import zarr
 
 import curvax
 from curvax import MemoryBudgetError, hessian, jacobian
-from curvax.diffops import _stream
+from curvax.diffops import _blocks
 from diffops.functions import MIXED, mixed, mixed_loss, naive_jacobian, normal
 from helpers import assert_same
 
@@ -106,7 +106,7 @@ class TestBlocks:
         assert hessian(loss, X, out=tmp_path / "H.zarr")[0].chunks == (7, 7)
 
     def test_without_a_size_blocks_have_some_bytes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(_stream, "BLOCK_BYTES", 8 * 7 * 3)
+        monkeypatch.setattr(_blocks, "BLOCK_BYTES", 8 * 7 * 3)
         H, _ = hessian(loss, X, out=tmp_path / "H.zarr")
         assert H.chunks == (3, 7)
         assert_same(jnp.asarray(H[...]), hessian_of_loss(X))
@@ -217,10 +217,10 @@ class TestProgress:
         return re.findall(r"(\d+)/(\d+) ", capsys.readouterr().err)
 
     def test_the_bar_goes_on_where_it_was(self, tmp_path, capsys, monkeypatch):
-        compute, calls = _stream._Blocks.compute, []
+        compute, calls = _blocks.BlockPrograms.compute, []
 
         def interrupted(self, rows):
-            calls.append(rows.start)
+            calls.extend(each.start for each in rows)
             if len(calls) == 4:
                 raise KeyboardInterrupt
             return compute(self, rows)
@@ -228,7 +228,7 @@ class TestProgress:
         run = lambda name="H.zarr": hessian(
             loss, X, batch_size=1, progress=True, out=tmp_path / name
         )
-        monkeypatch.setattr(_stream._Blocks, "compute", interrupted)
+        monkeypatch.setattr(_blocks.BlockPrograms, "compute", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
         capsys.readouterr()

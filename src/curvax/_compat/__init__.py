@@ -13,9 +13,11 @@ from curvax._compat._arrays import (
     is_varying,
     made_up,
     mesh_of,
+    no_mesh,
     resized,
     shape_of,
     sharding_of,
+    unplaced,
     unsharded_along,
     unwrap_keys,
     varying_axes,
@@ -41,7 +43,14 @@ from curvax._compat._primitives import (
     define_identity,
     define_linear_identity,
 )
-from curvax._compat._processes import exchanged, gathered, sent_by_first, wait_for_all
+from curvax._compat._processes import (
+    exchanged,
+    gathered,
+    gathered_texts,
+    gathered_whole,
+    sent_by_first,
+    wait_for_all,
+)
 from curvax._compat._programs import (
     Kind,
     ScanForm,
@@ -75,6 +84,8 @@ __all__ = [
     "filled_like",
     "function_name",
     "gathered",
+    "gathered_texts",
+    "gathered_whole",
     "has_effects",
     "inner_program",
     "is_bound",
@@ -87,6 +98,7 @@ __all__ = [
     "kept_as_call",
     "made_up",
     "mesh_of",
+    "no_mesh",
     "passes_through",
     "primitives_inside",
     "resized",
@@ -102,6 +114,7 @@ __all__ = [
     "tracing_context",
     "true_account",
     "unjitted",
+    "unplaced",
     "unsharded_along",
     "unwrap_keys",
     "varying_axes",

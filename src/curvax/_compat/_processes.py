@@ -7,7 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["exchanged", "gathered", "sent_by_first", "wait_for_all"]
+__all__ = [
+    "exchanged",
+    "gathered",
+    "gathered_texts",
+    "gathered_whole",
+    "sent_by_first",
+    "wait_for_all",
+]
 
 
 def sent_by_first(value: Any) -> Any:
@@ -32,6 +39,16 @@ def gathered(numbers: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(numbers))
+
+
+def gathered_texts(text: str) -> list[str]:
+    """The texts of all processes, in order. All processes must ask."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = gathered(np.int32(own.size))
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: own.size] = own
+    rows = zip(gathered(padded), lengths.reshape(-1), strict=True)
+    return [row[:length].tobytes().decode() for row, length in rows]
 
 
 _EXCHANGES = itertools.count()
@@ -59,6 +76,18 @@ def exchanged(text: str, seconds: float) -> list[str | None]:
             return None
 
     return [told(process) for process in range(jax.process_count())]
+
+
+def gathered_whole(x: Any) -> Any:
+    """An array as it is if this process has all of it, else all of it, as an array of NumPy's.
+
+    All processes must ask.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def wait_for_all(name: str) -> None:

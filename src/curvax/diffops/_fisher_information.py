@@ -5,14 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, microbatch
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["fisher_information"]
 
@@ -28,6 +31,8 @@ def fisher_information(
     batch_size: int | None = None,
     memory_budget: Budget | None = None,
     objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
 ) -> tuple[Array, Callable[[Array], PyTree]]:
     """The empirical Fisher information: the sum over data of outer products of scores.
 
@@ -48,14 +53,18 @@ def fisher_information(
         batch_size: the number of examples in a microbatch, in place of `nbatches`.
         memory_budget: as in `hessian`.
         objective: as in `hessian`.
+        mesh: devices among which examples are split, evenly. Each computes the sum over its share
+            in microbatches, and sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
 
     Returns:
         `(F, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
-        a vector of n numbers a pytree like `x`.
+        a vector of n numbers a pytree like `x`. On a mesh `F` is whole on every device.
 
     Raises:
         ValueError: if there are more batches than examples, arrays of `data` disagree in length,
-            two sizes are given, or a budget with `jit=False`.
+            two sizes are given, a budget or a mesh with `jit=False`, or the number of devices does
+            not divide the number of examples.
         TypeError: if `x` is not real floating-point, or `loglike` no real scalar.
         MemoryBudgetError: if not even single examples fit the budget.
 
@@ -70,15 +79,20 @@ def fisher_information(
     """
     where = "curvax.fisher_information"
     loglike = _compat.unjitted(loglike)
+    devices = Devices.of(mesh, axis, False, where)
     point, x = Point.of(x, where), as_arrays(x)
+    num_examples = _num_examples(data, where)
+    if devices.axis is not None:
+        devices.axis.check_divides(num_examples, "data", where)
     options = BlockOptions.of(
-        _num_examples(data, where),
+        devices.share(num_examples),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
         what="examples",
     )
     _check_scalar(loglike, x, data, where)
@@ -97,9 +111,14 @@ def fisher_information(
             AccumulationType.SUM,
             num_real_microbatches=limits[0] if limits else None,
             order="contiguous",
+            mesh=mesh,
+            axis=axis,
         )
 
-    return options.run(loglike, build, x, data, key=checkpoint), point.unflatten
+    # Only on one device are the first microbatches the first examples, and can be timed apart.
+    key, rehearsed = (checkpoint, devices), mesh is None
+    F = options.run(loglike, build, x, data, key=key, rehearsed=rehearsed)
+    return F, point.unflatten
 
 
 def _check_scalar(loglike: Fun, x: PyTree, data: PyTree, where: str) -> None:

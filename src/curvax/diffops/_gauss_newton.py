@@ -6,14 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._tree import Same
 from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part, solve
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._solve import solve
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["gauss_newton"]
 
@@ -30,6 +34,9 @@ def gauss_newton(
     memory_budget: Budget | None = None,
     objective: Objective = "memory",
     progress: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> tuple[Array, Callable[[Array], PyTree]]:
     """The Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
 
@@ -53,10 +60,17 @@ def gauss_newton(
         memory_budget: as in `hessian`.
         objective: as in `hessian`.
         progress: whether to show a progress bar of blocks.
+        mesh: devices among which columns are split. Each computes its share of them in blocks, and
+            sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether `G` shall be whole on every device.
 
     Returns:
         `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
         a vector of n numbers a pytree like `x`.
+
+        On a mesh `G` is split along its last axis. It is whole on every device with `replicated`,
+        and where the number of devices does not divide n.
 
     Raises:
         ValueError: as `hessian`; and if the weight does not fit the residuals.
@@ -75,9 +89,11 @@ def gauss_newton(
     """
     where = "curvax.gauss_newton"
     f = _compat.unjitted(f)
-    point, x = Point.of(x, where), as_arrays(x)
+    devices = Devices.of(mesh, axis, replicated, where)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
     residuals = Point.of(jax.eval_shape(f, x), where, "f(x)")
     given, apply = _weight(weight, residuals, where)
+    given = devices.checked("weight", given, where)
 
     def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
         x, given = arguments
@@ -94,13 +110,14 @@ def gauss_newton(
     # The matrix is symmetric only if the weight is, so columns are put where columns belong.
     problem = BlockProblem(prepare, (Part(point.size, column, -1),))
     options = BlockOptions.of(
-        point.size,
+        devices.share(point.size),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
     )
     bar = "gauss_newton" if progress else None
     key = checkpoint, Same(weight) if callable(weight) else None

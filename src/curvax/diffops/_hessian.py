@@ -4,16 +4,20 @@ from os import PathLike
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part, solve
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._solve import solve
 from curvax.diffops._stream import stream
 from curvax.diffops._triangle import Triangle
 from curvax.diffops._value import check_scalar, linear_map
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["hessian"]
 
@@ -32,6 +36,9 @@ def hessian(
     progress: bool = False,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Any:
     """The Hessian of a scalar function `f` at `x`, a block of it at a time.
 
@@ -63,17 +70,28 @@ def hessian(
         has_aux: whether `f` returns `(value, aux)`.
         progress: whether to show a progress bar of blocks.
         out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
-            holds one of them. Stopped at any time and run again, it goes on where it was.
+            holds one of them. Stopped at any time and run again, it goes on where it was. Several
+            processes write to it together, if all of them make the call.
         overwrite: whether `out` may replace a store that belongs to something else.
+        mesh: devices among which rows are split. Each computes its share of them in blocks, and
+            sizes and budgets are for each. Rows are then computed whole, so that one device alone
+            is about as fast as two.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether `H` shall be whole on every device.
 
     Returns:
         `(H, unflatten)`, and with `has_aux` `(H, unflatten, aux)`: the (n, n) matrix over the
         coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`, and the function that
         makes a vector of n numbers a pytree like `x`. See also `hessian_to_pytree`.
 
+        On a mesh `H` is split along its first axis. It is whole on every device with `replicated`,
+        and where the number of devices does not divide n. Of devices of several processes, each
+        process has its own part, `H.addressable_shards`; what all shall read goes to `out`.
+
     Raises:
-        ValueError: if there are more batches than parameters, two sizes are given, a budget with
-            `jit=False`, or the store at `out` belongs to something else.
+        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
+            mesh with `jit=False`, the store at `out` belongs to something else, the mesh does not
+            have the axis, `x` is committed to other devices, or processes disagree on shapes.
         TypeError: if `x` is not real floating-point, or `f` no real scalar.
         MemoryBudgetError: if not even single columns fit the budget.
 
@@ -88,16 +106,18 @@ def hessian(
     """
     where = "curvax.hessian"
     f = _compat.unjitted(f)
-    point, x = Point.of(x, where), as_arrays(x)
+    devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
     check_scalar(f, x, has_aux, where)
     options = BlockOptions.of(
-        point.size,
+        devices.share(point.size),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
     )
 
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
@@ -112,7 +132,8 @@ def hessian(
     if out is not None:
         (matrix,), aux = stream(plain, x, options, out, overwrite, progress)
     else:
-        problem = Triangle(f, x, point, has_aux, checkpoint) if jit else plain
+        by_triangle = jit and mesh is None
+        problem = Triangle(f, x, point, has_aux, checkpoint) if by_triangle else plain
         bar = "hessian" if progress else None
         key = checkpoint, has_aux
         (matrix,), aux = solve(problem, f, x, options, key=key, progress=bar)

@@ -4,14 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part, solve
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._solve import solve
 from curvax.diffops._value import check_scalar
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["hessian_blocks"]
 
@@ -27,6 +31,9 @@ def hessian_blocks(
     memory_budget: Budget | None = None,
     objective: Objective = "memory",
     progress: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> PyTree:
     """The diagonal blocks of the Hessian of a scalar function, one for each leaf of `x`.
 
@@ -47,9 +54,15 @@ def hessian_blocks(
         memory_budget: as in `hessian`.
         objective: as in `hessian`.
         progress: whether to show a progress bar of blocks.
+        mesh: devices among which the rows of each leaf's block are split, as in `hessian`.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether results shall be whole on every device.
 
     Returns:
         A pytree like `x`, with an array of shape `leaf.shape + leaf.shape` for each leaf.
+
+        On a mesh each array is split along its first axis. It is whole on every device with
+        `replicated`, and where the number of devices does not divide `leaf.shape[0]`.
 
     Raises:
         ValueError, TypeError, MemoryBudgetError: as `hessian`.
@@ -65,7 +78,8 @@ def hessian_blocks(
     """
     where = "curvax.hessian_blocks"
     f = _compat.unjitted(f)
-    point, x = Point.of(x, where), as_arrays(x)
+    devices = Devices.of(mesh, axis, replicated, where)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
     check_scalar(f, x, False, where)
     sizes = point.sizes
 
@@ -89,19 +103,19 @@ def hessian_blocks(
             unit = (jnp.arange(sizes[number], dtype=jnp.int32) == index).astype(dtype)
             return products[number](unit.reshape(shape))
 
-        return Part(sizes[number], column)
+        return Part(sizes[number], column, shape=shape)
 
     problem = BlockProblem(prepare, tuple(map(part, range(len(sizes)))))
     options = BlockOptions.of(
-        max(sizes, default=0),
+        devices.share(max(sizes, default=0)),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
     )
     bar = "hessian_blocks" if progress else None
     blocks, _ = solve(problem, f, x, options, key=checkpoint, progress=bar)
-    shaped = [b.reshape(*s, *s) for b, s in zip(blocks, point.shapes, strict=True)]
-    return jax.tree.unflatten(point.structure, shaped)
+    return jax.tree.unflatten(point.structure, blocks)

@@ -4,14 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part, solve
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._solve import solve
 from curvax.diffops._value import check_scalar
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["hessian_diagonal"]
 
@@ -27,6 +31,9 @@ def hessian_diagonal(
     memory_budget: Budget | None = None,
     objective: Objective = "memory",
     progress: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> PyTree:
     """The diagonal of the Hessian of a scalar function, exactly, and never the matrix.
 
@@ -47,9 +54,15 @@ def hessian_diagonal(
         memory_budget: as in `hessian`.
         objective: as in `hessian`.
         progress: whether to show a progress bar of blocks.
+        mesh: devices among which coordinates are split, as in `hessian`.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether results shall be whole on every device.
 
     Returns:
         A pytree like `x`.
+
+        On a mesh each array is split along its first axis. It is whole on every device with
+        `replicated`, and where the number of devices does not divide the length of that axis.
 
     Raises:
         ValueError, TypeError, MemoryBudgetError: as `hessian`.
@@ -63,7 +76,8 @@ def hessian_diagonal(
     """
     where = "curvax.hessian_diagonal"
     f = _compat.unjitted(f)
-    point, x = Point.of(x, where), as_arrays(x)
+    devices = Devices.of(mesh, axis, replicated, where)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
     check_scalar(f, x, False, where)
 
     def prepare(x: PyTree) -> tuple[Any, None]:
@@ -78,16 +92,17 @@ def hessian_diagonal(
         ]
         return sum(parts, start=jnp.zeros((), point.dtype))
 
-    problem = BlockProblem(prepare, (Part(point.size, element),))
+    problem = BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
     options = BlockOptions.of(
-        point.size,
+        devices.share(point.size),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
     )
     bar = "hessian_diagonal" if progress else None
     (diagonal,), _ = solve(problem, f, x, options, key=checkpoint, progress=bar)
-    return point.unflatten(diagonal)
+    return diagonal

@@ -5,16 +5,20 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
+from curvax.diffops._devices import Devices
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
-from curvax.diffops._problem import BlockProblem, Part, solve
+from curvax.diffops._problem import BlockProblem, Part
+from curvax.diffops._solve import solve
 from curvax.diffops._stream import stream
 from curvax.diffops._value import linear_map, value_shapes
 from curvax.memory import Budget, Objective
+from curvax.parallel import Axis
 
 __all__ = ["jacobian"]
 
@@ -40,6 +44,9 @@ def jacobian(
     progress: bool = False,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
 ) -> Any:
     """The Jacobian of `f` at `x`, a block of it at a time.
 
@@ -69,17 +76,29 @@ def jacobian(
         has_aux: whether `f` returns `(value, aux)`.
         progress: whether to show a progress bar of blocks.
         out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
-            holds one of them. Stopped at any time and run again, it goes on where it was.
+            holds one of them. Stopped at any time and run again, it goes on where it was. Several
+            processes write to it together, if all of them make the call.
         overwrite: whether `out` may replace a store that belongs to something else.
+        mesh: devices among which columns (or rows) are split. Each computes its share of them in
+            blocks, and sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether `J` shall be whole on every device.
 
     Returns:
         `(J, unflatten)`, and with `has_aux` `(J, unflatten, aux)`. `J` is like what `f` returns,
         with one more axis at the end of each array, over the n coordinates of `x` in the order of
         `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
 
+        On a mesh each array is split along its last axis if columns are computed, and along its
+        first if rows are. It is whole on every device with `replicated`, and where the number of
+        devices does not divide the length of that axis. Of devices of several processes, each
+        process has its own part, `J.addressable_shards`; what all shall read goes to `out`.
+
     Raises:
         ValueError: if there are more batches than parameters (or rows), two sizes are given, a
-            budget with `jit=False`, or the store at `out` belongs to something else.
+            budget or a mesh with `jit=False`, the store at `out` belongs to something else, the
+            mesh does not have the axis, `x` is committed to other devices, or processes disagree
+            on shapes.
         TypeError: if `x` is not real floating-point, an output is not floating-point, or a complex
             output meets reverse mode.
         MemoryBudgetError: if not even blocks of one fit the budget.
@@ -98,7 +117,8 @@ def jacobian(
     if mode not in get_args(Mode):
         raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
     f = _compat.unjitted(f)
-    point, x = Point.of(x, where), as_arrays(x)
+    devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
     outputs = _outputs(f, x, has_aux, where)
     leaves, structure = jax.tree.flatten(outputs)
     reverse = _is_reverse(mode, point, leaves, out is not None, where)
@@ -108,15 +128,16 @@ def jacobian(
         else (_by_columns(f, point, checkpoint, has_aux))
     )
     options = BlockOptions.of(
-        sum(part.length for part in problem.parts),
+        sum(devices.share(part.length) for part in problem.parts),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
+        devices=devices,
         # Whoever leaves the mode to us counts in parameters.
-        most=None if mode == "reverse" else point.size,
+        most=None if mode == "reverse" else devices.share(point.size),
         what="rows" if mode == "reverse" else "parameters",
     )
     if out is not None:
@@ -125,12 +146,7 @@ def jacobian(
         bar = "jacobian" if progress else None
         key = checkpoint, reverse, has_aux
         parts, aux = solve(problem, f, x, options, key=key, progress=bar)
-        arrays = parts if reverse else jax.tree.leaves(parts)
-    if reverse:
-        arrays = [
-            array if out is not None else array.reshape(*leaf.shape, point.size)
-            for array, leaf in zip(arrays, leaves, strict=True)
-        ]
+        arrays = jax.tree.leaves(parts)
     J = jax.tree.unflatten(structure, arrays)
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
 
@@ -163,7 +179,7 @@ def _by_rows(
             (gradient,) = pull_back(jax.tree.unflatten(structure, cotangents))
             return point.flatten(gradient).astype(leaf.dtype)
 
-        return Part(leaf.size, row)
+        return Part(leaf.size, row, shape=leaf.shape)
 
     return BlockProblem(prepare, tuple(map(part, range(len(leaves)))))
 

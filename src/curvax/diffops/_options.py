@@ -6,6 +6,7 @@ from typing import Any
 
 from curvax._checks import check_size
 from curvax._types import Fun, PyTree
+from curvax.diffops._devices import Devices
 from curvax.memory import Budget, BudgetRequest, Objective, run_compiled
 
 __all__ = ["BlockOptions"]
@@ -13,17 +14,23 @@ __all__ = ["BlockOptions"]
 REHEARSED = 256
 """So many columns are timed to compare block sizes, not all of them."""
 
+ONE = Devices(None, replicated=False, to_disk=False)
+
 _ADVICE = "What else helps: checkpoint=True, or streaming the result to disk with out=."
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """In how many blocks to compute `length` columns, or within which budget."""
+    """In how many blocks to compute `length` columns, or within which budget.
+
+    On several devices these are the columns of one of them, and the budget is for it alone.
+    """
 
     length: int
     size: int
     budget: BudgetRequest | None
     jit: bool
+    devices: Devices
     is_given: bool
     """Whether the user named a size or a number of blocks, or neither."""
     where: str
@@ -34,6 +41,7 @@ class BlockOptions:
         length: int,
         where: str,
         *,
+        devices: Devices = ONE,
         nbatches: Any = 1,
         batch_size: Any = None,
         memory_budget: Budget | None = None,
@@ -49,8 +57,11 @@ class BlockOptions:
             raise TypeError(f"{where}: nbatches must be a Python integer, got None.")
         most = length if most is None else most
         if number > max(1, most):
+            count = devices.count
+            each = f" on each of {count} devices" if count > 1 and not devices.to_disk else ""
             raise ValueError(
-                f"{where}: nbatches={number} is more than there are {what} to share out: {most}."
+                f"{where}: nbatches={number} is more than there are {what} to share out{each}: "
+                f"{most}."
             )
         if size is not None and number != 1:
             raise ValueError(
@@ -58,15 +69,27 @@ class BlockOptions:
                 f"batch_size={size}."
             )
         sizes = {"nbatches": None if number == 1 else number, "batch_size": size}
-        budget = BudgetRequest.of(memory_budget, sizes, where, objective=objective, advice=_ADVICE)
+        budget = BudgetRequest.of(
+            memory_budget,
+            sizes,
+            where,
+            objective=objective,
+            advice=_ADVICE,
+            is_shared=devices.is_shared,
+        )
         if budget is not None and not jit:
             raise ValueError(
                 f"{where}: a memory budget is for a compiled program; it cannot be kept with "
                 f"jit=False."
             )
+        if devices.axis is not None and not jit:
+            raise ValueError(
+                f"{where}: what runs on a mesh is a compiled program; mesh= does not go with "
+                f"jit=False."
+            )
         chosen = -(-length // number) if size is None else min(size, length)
         is_given = size is not None or number != 1
-        return cls(length, max(1, chosen), budget, jit, is_given, where)
+        return cls(length, max(1, chosen), budget, jit, devices, is_given, where)
 
     def run(
         self,
@@ -75,14 +98,18 @@ class BlockOptions:
         *args: Any,
         key: Hashable,
         lengths: Callable[[], Sequence[int]] | None = None,
+        rehearsed: bool = True,
     ) -> PyTree:
         """Call `build(size, limits)(*args)` at the right size, compiled once for `fun` and the key.
 
         The work may be in several parts, whose `lengths` are asked for when they are needed.
         `limits` is None, or for each part the number of blocks after which to stop; that is for
-        timing.
+        timing, unless all of the work is to be timed.
         """
         key = self.where, key
+        rehearse = lambda size: self._rehearsal(
+            build, size, [self.length] if lengths is None else lengths()
+        )
         if self.budget is not None:
             return self.budget.run(
                 fun,
@@ -91,9 +118,7 @@ class BlockOptions:
                 {},
                 lambda: range(1, max([1, *([self.length] if lengths is None else lengths())]) + 1),
                 key=(key, self.length),
-                rehearse=lambda size: self._rehearsal(
-                    build, size, [self.length] if lengths is None else lengths()
-                ),
+                rehearse=rehearse if rehearsed else None,
             )
         call = build(self.size, None)
         if not self.jit:

@@ -4,21 +4,22 @@ All of this room is one thing: linear maps between pytrees, made once (`jax.line
 and applied to unit vectors in blocks, through the loop that every map goes through. What is taken
 of each result, and where it goes, makes it a Jacobian, a Hessian or one of their parts.
 
-A `Problem` is what can be computed that way, and `solve` computes it in one compiled program. A
-`BlockProblem` says it in two steps, so that its blocks can also be computed by one program after
-the other, to be streamed to disk.
+A `Problem` is what can be computed that way. A `BlockProblem` says it in two steps, so that its
+columns can also be split among devices, and its blocks be computed by one program after the other,
+to be streamed to disk.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from curvax._types import Fun, PyTree, Size
+import jax
+
+from curvax._types import Array, PyTree, Size
 from curvax.batching import Reducer, map_indices, reduce_indices
-from curvax.diffops._options import BlockOptions
 from curvax.diffops._progress import Progress
 
-__all__ = ["BlockProblem", "Blocks", "Part", "Problem", "solve"]
+__all__ = ["BlockProblem", "Blocks", "Part", "Problem"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Blocks:
     limit: int | None
     bar: Progress | None
     where: str
+    device: Array | None = None
+    """The number of the device that computes them, where there are several."""
 
     @property
     def count(self) -> int:
@@ -63,7 +66,7 @@ class Blocks:
 
     def _tick(self) -> None:
         if self.bar is not None:
-            self.bar.tick()
+            self.bar.tick(self.device)
 
 
 @runtime_checkable
@@ -81,11 +84,26 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """`length` columns, put together along `axis` of each array: the first or the last."""
+    """`length` columns, put together along `axis` of each array: the first or the last.
+
+    Columns along the first axis may be numbered by the elements of an array of some `shape`, whose
+    axes are then in the place of that one. Or a vector of all columns is made `into` something.
+    """
 
     length: int
     column: Callable[[Any, Size], PyTree]
     axis: int = 0
+    shape: tuple[int, ...] | None = None
+    into: Callable[[Array], PyTree] | None = None
+
+    def result(self, columns: PyTree) -> PyTree:
+        """What all columns, put together, become."""
+        if self.into is not None:
+            return self.into(columns)
+        shape = self.shape
+        if shape is None:
+            return columns
+        return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), columns)
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ class BlockProblem:
     """Parts that are computed apart from each other, all from one thing that is prepared.
 
     `prepare(x)` returns what columns are computed from, a pytree, and an auxiliary value. Each
-    part's `column(prepared, index)` is one column. The result is a list with each part's columns.
+    part's `column(prepared, index)` is one column. The result is a list with that of each part.
     """
 
     prepare: Callable[[PyTree], tuple[Any, PyTree]]
@@ -105,36 +123,8 @@ class BlockProblem:
     def compute(self, x: PyTree, blocks: Sequence[Blocks]) -> tuple[list[PyTree], PyTree]:
         prepared, aux = self.prepare(x)
 
-        def columns(part: Part, blocks: Blocks) -> PyTree:
-            return blocks.collect(lambda index: part.column(prepared, index), part.axis)
+        def result(part: Part, blocks: Blocks) -> PyTree:
+            column = lambda index: part.column(prepared, index)
+            return part.result(blocks.collect(column, part.axis))
 
-        return list(map(columns, self.parts, blocks)), aux
-
-
-def solve(
-    problem: Problem,
-    fun: Fun,
-    x: PyTree,
-    options: BlockOptions,
-    *,
-    key: Hashable,
-    progress: str | None = None,
-) -> tuple[Any, PyTree]:
-    """The result and the auxiliary value, compiled once for `fun`, the shapes and the key."""
-
-    def build(size: int, limits: Sequence[int] | None) -> Fun:
-        def compute(x: PyTree) -> tuple[Any, PyTree]:
-            bar = Progress(progress) if progress is not None and limits is None else None
-            lengths = problem.lengths()
-            each = limits or [None] * len(lengths)
-            blocks = [
-                Blocks(length, size, limit, bar, options.where)
-                for length, limit in zip(lengths, each, strict=True)
-            ]
-            if bar is not None:
-                bar.total = sum(part.count for part in blocks)
-            return problem.compute(x, blocks)
-
-        return compute
-
-    return options.run(fun, build, x, key=(key, progress), lengths=problem.lengths)
+        return list(map(result, self.parts, blocks)), aux

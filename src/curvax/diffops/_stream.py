@@ -1,40 +1,35 @@
 """A problem solved on disk: each block is computed, written, and let go.
 
 The point is prepared once (the function linearised), and a compiled program computes one block
-after the other from that. `BlockStore` keeps track of what is done.
+after the other from that (`_blocks`). `BlockStore` keeps track of what is done. What is left to do
+is dealt out among the processes that there are (`_team`), each of which has its devices.
 """
 
-import math
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from curvax import _compat
 from curvax._tree import leaf_name
-from curvax._types import Fun, PyTree, Size
+from curvax._types import PyTree
+from curvax.diffops._agreement import check_agreement, shapes_in_words
+from curvax.diffops._blocks import BlockPrograms
 from curvax.diffops._disk import ArraySpec, BlockStore, check_path
 from curvax.diffops._fingerprint import fingerprint
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._progress import Progress
-from curvax.memory import (
-    BudgetRequest,
-    MemoryBudgetError,
-    memory_usage,
-    parse_memory,
-    plan_batch_size,
-    record,
-)
+from curvax.diffops._team import Team
 
 __all__ = ["stream"]
 
-BLOCK_BYTES = 64 * 2**20
-"""About how large a block is on disk where nothing was said."""
+SEEN_WITHIN = 30.0
+"""Seconds within which a process must see what another one has written to the file system."""
 
 
 def stream(
@@ -47,114 +42,161 @@ def stream(
 ) -> tuple[list[Any], PyTree]:
     """The arrays of a problem with one part, on disk at `out`, and its auxiliary value."""
     where = options.where
-    path = check_path(out, where)
     if not options.jit or (options.budget is not None and options.budget.objective == "time"):
         raise ValueError(
             f"{where}: blocks for the disk are always compiled, and as large as the budget allows: "
             f"out= does not go with jit=False or objective='time'."
         )
-    (part,) = problem.parts
     if any(map(_compat.is_tracer, jax.tree.leaves(x))):
-        raise ValueError(f"{where}: {_NOT_TRACED.format(path)}")
-    first = lambda x: part.column(problem.prepare(x)[0], 0)
-    program, shapes = jax.make_jaxpr(first, return_shape=True)(x)
+        raise ValueError(f"{where}: {_NOT_TRACED.format(out)}")
+    options.devices.check_closed_over(problem.prepare, x, where)
+    team = Team.of(options.devices, where)
+    x = team.own(x)
+    with team.by_itself():
+        wanted = team.all_or_none(
+            lambda: _Wanted.of(problem, x, check_path(out, where), overwrite, options),
+            "checking the arguments",
+        )
+        if team.count > 1:
+            check_agreement(wanted.in_words(x), where)
+        blocks, aux = team.all_or_none(
+            lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
+        )
+        store = _opened(wanted, blocks, options, team)
+        _write_unfinished(store, blocks, team, progress)
+    return list(store.arrays()), aux
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which store is wanted: where, with which arrays, for which computation."""
+
+    path: Path
+    specs: tuple[ArraySpec, ...]
+    computation: Any
+    """What `BlockStore` takes beside these."""
+
+    @classmethod
+    def of(
+        cls, problem: BlockProblem, x: PyTree, path: Path, overwrite: bool, options: BlockOptions
+    ) -> "_Wanted":
+        (part,) = problem.parts
+        first = lambda x: part.column(problem.prepare(x)[0], 0)
+        program, shapes = _traced(first, x, path, options)
+        computation = {
+            "axis": "first" if part.axis == 0 else "last",
+            "length": part.length,
+            "fingerprint": fingerprint(program, (), jax.tree.leaves(x)),
+            "overwrite": overwrite,
+            "where": options.where,
+        }
+        return cls(path, tuple(_specs(shapes, part)), computation)
+
+    def in_words(self, x: PyTree) -> list[str]:
+        """What all processes must have alike, a line for each."""
+        text = self.computation["fingerprint"][:12]
+        told = f"the fingerprint of function, constants and inputs is {text}"
+        return [*shapes_in_words("x", x), told]
+
+    def recorded_block_size(self) -> int | None:
+        """That of the store, if it was begun."""
+        return BlockStore.recorded_block_size(self.path, self.specs, **self.computation)
+
+    def opened(self, block_size: int) -> BlockStore:
+        """The store, made or continued."""
+        return BlockStore.open(self.path, self.specs, block_size=block_size, **self.computation)
+
+    def joined(self, block_size: int, number: int) -> BlockStore:
+        """The store that another process has opened, which is process `number`'s to find."""
+        axis, length = self.computation["axis"], self.computation["length"]
+        deadline = time.monotonic() + SEEN_WITHIN
+        while self.recorded_block_size() != block_size:
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(
+                    f"{self.computation['where']}: process 0 has opened the store {self.path}, but "
+                    f"process {number} does not see it. It must be in a file system that all "
+                    f"processes share."
+                )
+            time.sleep(0.1)
+        return BlockStore(self.path, self.specs, axis, length, block_size)
+
+
+def _traced(fun: Any, x: PyTree, path: Path, options: BlockOptions) -> tuple[Any, PyTree]:
+    """The program of a column and its shape, the same whatever devices it will run on."""
+    where = options.where
+    if options.devices.axis is None and jax.process_count() == 1:
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
+    else:
+        with _compat.no_mesh():
+            plain = jax.tree.map(_compat.unplaced, x)
+            program, shapes = jax.make_jaxpr(fun, return_shape=True)(plain)
     if any(map(_compat.is_tracer, program.consts)):
         raise ValueError(f"{where}: {_NOT_TRACED.format(path)}")
-    specs = _specs(shapes, part)
-    store_of: Any = {
-        "axis": "first" if part.axis == 0 else "last",
-        "length": part.length,
-        "fingerprint": fingerprint(program, (), jax.tree.leaves(x)),
-        "overwrite": overwrite,
-        "where": where,
-    }
-    recorded = BlockStore.recorded_block_size(path, specs, **store_of)
-    prepared, aux = jax.jit(problem.prepare)(x)
-    blocks = _Blocks(part, prepared, options, {})
-    size = options.size if options.is_given else recorded or blocks.default_size(specs)
-    if options.budget is not None:
-        size = blocks.planned_size(options.budget, recorded)
-    store = BlockStore.open(path, specs, block_size=size, **store_of)
-    unfinished = store.unfinished()
-    done = store.num_blocks - len(unfinished)
-    bar = Progress(where.partition(".")[2], store.num_blocks, done)
-    for index in unfinished:
-        values = blocks.compute(store.rows(index))
-        store.write(index, [np.asarray(value) for value in jax.tree.leaves(values)])
-        del values  # Before the next is computed.
+    for const in program.consts:
+        if isinstance(const, jax.Array) and not const.is_fully_addressable:
+            raise ValueError(
+                f"{where}: f closes over an array {const.dtype}{list(const.shape)} that is spread "
+                f"over several processes, but each of them computes its blocks for the disk by "
+                f"itself. Let it close over what jax.experimental.multihost_utils."
+                f"process_allgather(array, tiled=True) returns."
+            )
+    return program, shapes
+
+
+def _opened(
+    wanted: _Wanted, blocks: BlockPrograms, options: BlockOptions, team: Team
+) -> BlockStore:
+    """The store, opened by the first process, which says how large blocks are."""
+
+    def open_first() -> BlockStore:
+        recorded = wanted.recorded_block_size()
+        # So that there is something to do for every device.
+        most = -(-options.length // (blocks.at_once * team.count))
+        if options.budget is not None:
+            size = blocks.planned_size(options.budget, recorded, most)
+        elif options.is_given:
+            size = options.size
+        else:
+            size = recorded or blocks.default_size(wanted.specs, most)
+        return wanted.opened(size)
+
+    store = team.all_or_none(lambda: open_first() if team.is_first else None, "opening the store")
+    size = int(team.sent_by_first(np.int32(0 if store is None else store.block_size)))
+    return team.all_or_none(lambda: store or wanted.joined(size, team.number), "opening the store")
+
+
+def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, progress: bool) -> None:
+    """Compute and write the blocks that are missing, each process its share of them."""
+    if not store.num_blocks:
+        return
+    missing = np.zeros(store.num_blocks, np.uint8)
+    missing[store.unfinished()] = 1
+    unfinished = np.flatnonzero(team.sent_by_first(missing)).tolist()
+    own, left = unfinished[team.number :: team.count], len(unfinished)
+    bar = Progress(team.where.partition(".")[2], store.num_blocks, store.num_blocks - left)
+
+    def is_done() -> bool:
+        nonlocal left
+        before, left = left, len(store.unfinished())
         if progress:
-            bar.advance()
-    return list(store.arrays()), aux
+            bar.advance(before - left)
+        return not left
+
+    for begin in range(0, len(own), blocks.at_once):
+        indices = own[begin : begin + blocks.at_once]
+        computed = blocks.compute([store.rows(index) for index in indices])
+        for index, arrays in zip(indices, computed, strict=True):
+            store.write(index, arrays)
+        del computed  # Before the next are computed.
+        if progress:
+            is_done()
+    team.wait_until(is_done)
 
 
 _NOT_TRACED = (
     "out={!s} writes to disk, which cannot be done under a transformation such as jit. Call it "
     "outside, or leave out=None."
 )
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """The compiled programs that compute blocks, by size."""
-
-    part: Part
-    prepared: Any
-    options: BlockOptions
-    programs: dict[int, Any]
-
-    def compute(self, rows: slice) -> PyTree:
-        """The columns in that range."""
-        size = rows.stop - rows.start
-        start = jnp.asarray(rows.start, jnp.int32)
-        if size not in self.programs:
-            self.programs[size] = jax.jit(self._function(size))
-        return self.programs[size](self.prepared, start)
-
-    def default_size(self, specs: Sequence[ArraySpec]) -> int:
-        """Blocks of a size that is good to write and read."""
-        total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-        return max(1, min(self.part.length, BLOCK_BYTES * self.part.length // max(1, total)))
-
-    def planned_size(self, request: BudgetRequest, recorded: int | None) -> int:
-        """The largest block that fits the budget, beside what was prepared.
-
-        A store that was begun keeps its block size, if that fits.
-        """
-        budget = parse_memory(request.budget)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(self.prepared))
-        where = request.where
-        start = jax.ShapeDtypeStruct((), jnp.int32)
-        if recorded is not None:
-            needs = held + memory_usage(self._function(recorded), self.prepared, start).added_bytes
-            if needs > budget:
-                raise MemoryBudgetError(
-                    budget,
-                    needs,
-                    where,
-                    f"The store was begun in blocks of {recorded}, which do not fit. Give it that "
-                    f"much, or start again with overwrite=True and batch_size.",
-                )
-            return recorded
-        smallest = held + memory_usage(self._function(1), self.prepared, start).added_bytes
-        if smallest > budget:
-            raise MemoryBudgetError(budget, smallest, where, "What else helps: checkpoint=True.")
-        plan = plan_batch_size(
-            self._function,
-            (self.prepared, start),
-            max_size=max(1, self.part.length),
-            memory_budget=budget - held,
-        )
-        record(plan)
-        self.programs[plan.batch_size] = plan
-        return plan.batch_size
-
-    def _function(self, size: int) -> Fun:
-        def compute(prepared: Any, start: Size) -> PyTree:
-            indices = start + jnp.arange(size, dtype=jnp.int32)
-            column = lambda index: self.part.column(prepared, index)
-            return jax.vmap(column, out_axes=self.part.axis)(indices)
-
-        return compute
 
 
 def _specs(shapes: PyTree, part: Part) -> list[ArraySpec]:
