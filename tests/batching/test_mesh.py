@@ -1,7 +1,8 @@
 """Maps that are split among the devices of a mesh give the numbers that one device gives.
 
 JAX fixes its number of devices when it starts, so the checks run in processes of their own, which
-have eight, of which meshes of any number are made: `mesh_programs.py`.
+have eight, of which meshes of any number are made: `mesh_programs.py` for what numbers come out,
+`mesh_placement_programs.py` for where they are and what that takes.
 """
 
 from pathlib import Path
@@ -16,6 +17,7 @@ import curvax
 from helpers import run_on_devices
 
 PROGRAMS = Path(__file__).with_name("mesh_programs.py")
+PLACEMENT = Path(__file__).with_name("mesh_placement_programs.py")
 
 # A map, a number of devices, of examples, and of those that are computed at once on each device.
 CORNERS = {
@@ -31,8 +33,8 @@ ALL = {
 }
 
 
-def agree(*arguments):
-    return int(run_on_devices(PROGRAMS, 8, *arguments).split()[0])
+def agree(*arguments, programs=PROGRAMS):
+    return int(run_on_devices(programs, 8, *arguments).split()[0])
 
 
 @pytest.mark.parametrize("corner", CORNERS)
@@ -60,28 +62,28 @@ def test_the_first_microbatches_are_the_first_of_the_batch(devices):
 
 
 def test_results_are_split_as_documented_however_arrays_were():
-    assert agree("placement")
+    assert agree("placement", programs=PLACEMENT)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_other_axes_of_the_mesh_are_left_alone(kind):
-    assert agree("model_axis", kind)
+    assert agree("model_axis", kind, programs=PLACEMENT)
 
 
 def test_maps_can_be_mapped():
-    assert agree("transformations")
+    assert agree("transformations", programs=PLACEMENT)
 
 
 def test_devices_meet_once_for_each_sum_and_else_not_at_all():
-    assert agree("collectives")
+    assert agree("collectives", programs=PLACEMENT)
 
 
 def test_temporaries_fall_with_the_number_of_devices_and_budgets_are_for_each():
-    assert agree("memory")
+    assert agree("memory", programs=PLACEMENT)
 
 
 def test_what_cannot_be_split_is_refused():
-    assert agree("errors")
+    assert agree("errors", programs=PLACEMENT)
 
 
 MAPS = {
