@@ -132,7 +132,9 @@ def check_disagreement(folder):
     expect(words, loss, X, out=folder / "mine")
     local = folder / str(number)
     local.mkdir()
-    words = "process 1 does not see it" if number else "opening the store failed in process 1"
+    words = (
+        f"process {number} does not see it" if number else "opening the store failed in process 1"
+    )
     expect(words, loss, X, out=local / "H")
     missing = folder / ("" if number == 0 else "missing") / "H"
     words = "is not an existing directory" if number else "arguments failed in process 1"

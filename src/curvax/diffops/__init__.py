@@ -2,8 +2,10 @@
 
 From the bottom: `_point` numbers the coordinates of a pytree, `_problem` computes columns of linear
 maps in blocks of which `_options` says how large, `_triangle` spares the Hessian half of that,
-`_stream` does it on disk (`_disk` keeps the blocks, `_fingerprint` says whose they are). Each
-public function says what a column is.
+`_split` shares them out among devices (`_devices` says which), and `_solve` makes one program of
+it. `_stream` does it on disk: `_disk` keeps the blocks, `_fingerprint` says whose they are,
+`_blocks` computes them, `_team` deals them out to processes. Each public function says what a
+column is.
 """
 
 from curvax.diffops._fisher_information import fisher_information as fisher_information
