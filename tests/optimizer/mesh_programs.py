@@ -268,7 +268,7 @@ def _one_step():
 
 def check_collectives():
     """What the compiled step sends, on two devices and on eight."""
-    found = {count: collectives_of(_program(*_deep_step([6] * 17, count))) for count in (2, 8)}
+    found = {count: collectives_of(_program(*_deep_step([6] * 9, count))) for count in (2, 8)}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
