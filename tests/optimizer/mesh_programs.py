@@ -212,6 +212,7 @@ def check_functions():
     def full(params, func_state, rng, batch):
         value = loss(params, batch)
         aux = {"rows": batch[0][:, 0], "count": batch[0].shape[0], "drawn": jax.random.normal(rng)}
+        aux["as long as a share"] = jnp.mean(batch[0][:, :1], axis=0)
         return value, ({"mean": jnp.mean(batch[0]), "steps": func_state["steps"] + 1}, aux)
 
     def step(**options):

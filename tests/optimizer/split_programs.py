@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import curvax
@@ -100,6 +101,27 @@ def check_inside(kind):
     if kind == "Auto":
         step = jax.jit(lambda *args: optimizer.step(*args, batch=batch, **GIVEN))
         close(step(params, state, key(1)), expected)
+
+
+def check_restored():
+    """A state goes on with as many devices as it was made for, and is refused otherwise."""
+    params, batch = deep_params(4), jnp.ones((8, 4))
+
+    def optimizer(count, is_split):
+        options = {"mesh": mesh_of(count), "shard_state": is_split, "donate_buffers": False}
+        made = curvax.Optimizer(jax.value_and_grad(deep), l2_reg=0.0, **options)
+        return made, jax.tree.map(np.asarray, made.init(params, key(0), batch))
+
+    cases = {(8, True): "made without shard_state", (8, False): "made with shard_state=True"}
+    kept = optimizer(8, True)[1], optimizer(8, False)[1]
+    for (count, is_split), message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer(count, is_split)[0].step(
+                params, kept[1] if is_split else kept[0], key(1), batch=batch, **GIVEN
+            )
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="another number of devices"):
+            optimizer(count, True)[0].step(params, kept[0], key(1), batch=batch, **GIVEN)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A large batch in bounded memory: the same steps, in parts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,6 +38,26 @@ def test_what_else_the_function_returns_is_averaged():
     )
     assert_same(stats["aux"]["mean"], jnp.mean(batch[0]))
     assert int(after) == 1
+
+
+def test_rows_are_told_from_what_happens_to_be_as_long():
+    """Also if the function takes no batch that is larger; then all that is as long is rows."""
+    params, batch = make_params(), make_batch()
+    length = len(batch[0])
+
+    def with_rows(is_strict, params, batch):
+        x, _ = batch
+        if is_strict and len(x) > length:
+            raise ValueError("too large")
+        return loss(params, batch), {"rows": x[:, 0], "as long": jnp.mean(x) * jnp.ones(length)}
+
+    for is_strict in (False, True):
+        function = jax.value_and_grad(functools.partial(with_rows, is_strict), has_aux=True)
+        optimizer = make(function, value_func_has_aux=True)
+        func_args = params, batch
+        aux = jax.eval_shape(function, *func_args)[0][1]
+        found = optimizer.finalize(params, key(0), batch).function.rows_of_aux(func_args, aux)
+        assert found == {"rows": True, "as long": is_strict}
 
 
 def wide_loss(params, batch):

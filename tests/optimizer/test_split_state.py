@@ -26,6 +26,7 @@ SLOW = pytest.mark.slow
         pytest.param("training transformer adaptive 8 Auto 1 0", marks=SLOW),
         "memory",
         "inside Auto",
+        "restored",
         pytest.param("inside Explicit", marks=SLOW),
     ],
 )

@@ -22,7 +22,10 @@ from curvax.curvature._operators import (
 from curvax.curvature._report import CurvatureReport as CurvatureReport
 from curvax.curvature._rows import shared_batch as shared_batch
 from curvax.curvature._shard_state import by_leaf as by_leaf
-from curvax.curvature._sharded import ShardedCurvature as ShardedCurvature
+from curvax.curvature._sharded import (
+    ShardedCurvature as ShardedCurvature,
+    check_split as check_split,
+)
 from curvax.curvature._spectrum import (
     SpectralDensity as SpectralDensity,
     spectral_density as spectral_density,

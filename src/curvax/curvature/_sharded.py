@@ -36,7 +36,7 @@ from curvax.curvature._shard_state import (
 from curvax.curvature._shards import Shard, shards_of
 from curvax.curvature._structure import Structure
 
-__all__ = ["ShardedCurvature"]
+__all__ = ["ShardedCurvature", "check_split"]
 
 
 class ShardedCurvature(BlockDiagonalCurvature):
@@ -77,6 +77,20 @@ class ShardedCurvature(BlockDiagonalCurvature):
         """Which blocks are split, and which device has what of them."""
         return self._shards
 
+    @property
+    def num_devices(self) -> int:
+        """Among how many devices the state is split."""
+        return self._num_devices
+
+    @property
+    def num_rows(self) -> list[int]:
+        """How many rows the factors of each shape have: on a device, if it is one of all that run.
+
+        Elsewhere all rows are meant.
+        """
+        is_one_of_all = self._axis is not None and _compat.is_bound(self._axis)
+        return [shard.rows if is_one_of_all else shard.num_rows for shard in self._shards]
+
     def specs(self, names: Any, state: Any) -> Any:
         """How a state is split along axes of a mesh: specs in place of its arrays."""
         spec = lambda _, position: PartitionSpec() if position is None else PartitionSpec(names)
@@ -98,9 +112,8 @@ class ShardedCurvature(BlockDiagonalCurvature):
         for number in self._whole:
             whole[number] = self._known.blocks[number].init(keys[number], *options)
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
-        is_one_of_all = self._axis is not None and _compat.is_bound(self._axis)
-        rows = lambda shard: shard.rows if is_one_of_all else shard.num_rows
-        shards = [initial(shard, *powers, rows(shard)) for shard in self._shards]
+        pairs = zip(self._shards, self.num_rows, strict=True)
+        shards = [initial(shard, *powers, rows) for shard, rows in pairs]
         return self.State(tuple(whole), tuple(shards))
 
     def update_cache(
@@ -203,3 +216,29 @@ class ShardedCurvature(BlockDiagonalCurvature):
                 f"{self._where}: a state that is split among devices has no eigenvalues in its "
                 f"cache. Compute them when they are needed: use_cached=False."
             )
+
+
+def check_split(estimator: BlockDiagonalCurvature, state: Any) -> None:
+    """Check that a state is split as an estimator expects it, or whole if it expects that."""
+    is_split = isinstance(state, ShardedCurvature.State)
+    if not isinstance(estimator, ShardedCurvature):
+        if is_split:
+            raise ValueError(
+                "curvax: the state was made with shard_state=True, and is split among devices. Say "
+                "shard_state=True here, too, with as many devices."
+            )
+        return
+    if not is_split:
+        raise ValueError(
+            "curvax: the state was made without shard_state=True, and is whole on every device. "
+            "Leave shard_state out, or make a new state with init."
+        )
+    expected = estimator.num_rows
+    found = [own.factors["inputs_factor"].shape[0] for own in state.shards]
+    if found != expected:
+        raise ValueError(
+            f"curvax: a state that is split among {estimator.num_devices} devices has {expected} "
+            f"rows of factors, one number for each of their shapes, got {found}. It was made for "
+            f"another number of devices, or for another model: go on with as many devices as it "
+            f"was made for, or make a new one with init."
+        )

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, Accumulator, microbatch
 from curvax.curvature import axes_of, length_of
 from curvax.graph import registers_loss
 
-__all__ = ["Evaluation", "ValueFunction", "is_by_example"]
+__all__ = ["Evaluation", "ValueFunction"]
 
 _WHERE = "curvax.Optimizer"
 
@@ -73,12 +74,30 @@ class ValueFunction:
         run = microbatch(
             self._at_once,
             argnums=(batch,),
-            accumulator=_accumulators(shapes, length_of(func_args[batch])),
+            accumulator=_accumulators(shapes, self.rows_of_aux(func_args, shapes.aux)),
             in_axes=[axes_of(func_args[batch])],
             microbatch_size=self.microbatch_size,
             memory_budget=self.memory_budget,
         )
         return run(*func_args)
+
+    def rows_of_aux(self, func_args: Sequence[PyTree], aux: PyTree) -> PyTree:
+        """For each array in `aux`, whether it has a row for each example.
+
+        Those have that grow with the batch. If the function takes no larger one, it is all that are
+        as long as the batch.
+        """
+        *others, batch = func_args
+        length = length_of(batch)
+        are_long = jax.tree.map(lambda x: x.ndim > 0 and x.shape[0] == length, aux)
+        if not any(jax.tree.leaves(are_long)):
+            return are_long
+        try:
+            longer = jax.eval_shape(self._at_once, *others, jax.tree.map(_doubled, batch)).aux
+        except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
+            return are_long
+        has_grown = lambda is_long, x, other: is_long and x.shape != other.shape
+        return jax.tree.map(has_grown, are_long, aux, longer)
 
     def _at_once(self, *func_args: PyTree) -> Evaluation:
         found = self.value_and_grad(*func_args)
@@ -160,7 +179,7 @@ _LAST = Accumulator(
 )
 
 
-def _accumulators(shapes: Evaluation, length: int) -> Any:
+def _accumulators(shapes: Evaluation, rows: PyTree) -> Any:
     """How what the function returns for microbatches is put together.
 
     Means, each microbatch counting as many times as it has examples. Of a state that has no mean,
@@ -172,19 +191,23 @@ def _accumulators(shapes: Evaluation, length: int) -> Any:
     def of_state(like: Any) -> AccumulationType | Accumulator:
         return mean if jnp.issubdtype(like.dtype, jnp.inexact) else _LAST
 
-    def of_aux(like: Any) -> AccumulationType:
-        if is_by_example(like, length):
+    def of_aux(like: Any, has_rows: bool) -> AccumulationType:
+        if has_rows:
             return AccumulationType.CONCAT
         return mean if jnp.issubdtype(like.dtype, jnp.inexact) else AccumulationType.SUM
 
     return Evaluation(
-        mean, jax.tree.map(of_state, shapes.func_state), jax.tree.map(of_aux, shapes.aux), mean
+        mean,
+        jax.tree.map(of_state, shapes.func_state),
+        jax.tree.map(of_aux, shapes.aux, rows),
+        mean,
     )
 
 
-def is_by_example(like: Any, length: int) -> bool:
-    """Whether an array has a row for each of so many examples."""
-    return like.ndim > 0 and like.shape[0] == length
+def _doubled(x: Any) -> Any:
+    """The type of a part of a batch with twice as many examples."""
+    shape = jnp.shape(x)
+    return x if axes_of(x) is None else _compat.resized(jnp.asarray(x), (2 * shape[0], *shape[1:]))
 
 
 def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:

@@ -276,7 +276,7 @@ class Optimizer(Quantities):
                     f"{_WHERE}: data_iterator ended after {number} of {num_steps} updates before "
                     f"the first step. Give one that goes on, or fewer num_burnin_steps."
                 ) from None
-            burnin = self.finalize(params, rng, batch, func_state).burnin
+            burnin = self.finalize(params, rng, batch, func_state).checked_for(state).burnin
             args = {"params": params, "state": state, "rng": burnin_key(rng, number)}
             args |= {"batch": batch, "func_state": func_state}
             # The caller's own state is not given away: an error must not lose it.
@@ -340,7 +340,7 @@ class Optimizer(Quantities):
         results = ("params", "state", "func_state", None)
         if is_inside:
             args["batch"] = self._processed(batch)
-            step = self.finalize(params, rng, args["batch"], func_state).step
+            step = self.finalize(params, rng, args["batch"], func_state).checked_for(state).step
             return self._returned(self._programs.inside(step, args, results))
         count = self.verify_args_and_get_step_counter(
             self._counter(state), *given, global_step_int=global_step_int
@@ -353,7 +353,7 @@ class Optimizer(Quantities):
             args["batch"] = self._processed(next(batches))
         except StopIteration:
             raise NoMoreBatches(f"{_WHERE}: data_iterator has no more batches.") from None
-        algorithm = self.finalize(params, rng, args["batch"], func_state)
+        algorithm = self.finalize(params, rng, args["batch"], func_state).checked_for(state)
         step = lambda *args: algorithm.step(*args, has_burnin=False)
         found = self._programs.run("step", step, args, ("params", "state", "func_state"), results)
         self.__dict__["_counted"] = (found[1].step_counter, count + 1)

@@ -20,9 +20,9 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array, PyTree
-from curvax.curvature import ImplicitExactCurvature, length_of
+from curvax.curvature import ImplicitExactCurvature, check_split
 from curvax.linalg import all_finite
-from curvax.optimizer._function import Evaluation, ValueFunction, is_by_example
+from curvax.optimizer._function import Evaluation, ValueFunction
 from curvax.optimizer._preconditioner import Preconditioner
 from curvax.optimizer._quadratic import QuadraticModel
 from curvax.optimizer._rules import Adaptive, Given, LevenbergMarquardt, Options, Rules
@@ -66,6 +66,11 @@ class Algorithm:
     options: Options
     num_burnin_steps: int
     axis: str | None
+
+    def checked_for(self, state: OptimizerState) -> "Algorithm":
+        """The same, if the state is one of this algorithm's on as many devices."""
+        check_split(self.preconditioner.estimator, state.estimator_state)
+        return self
 
     @property
     def needs_loss(self) -> bool:
@@ -199,18 +204,18 @@ class Algorithm:
         found = self.function((own, *rest))
         if self.axis is None:
             return found
-        length = length_of(rest[-1])
+        aux = jax.tree.map(jnp.asarray, found.aux)
+        rows = self.function.rows_of_aux((own, *rest), aux)
         return found._replace(
             loss=self._mean(found.loss),
             gradient=self._mean(found.gradient),
             func_state=jax.tree.map(self._mean_if_real, found.func_state),
-            aux=jax.tree.map(lambda x: self._of_all(x, length), found.aux),
+            aux=jax.tree.map(self._of_all, aux, rows),
         )
 
-    def _of_all(self, x: Any, length: int) -> Any:
+    def _of_all(self, x: Array, has_rows: bool) -> Array:
         """A part of `aux` of all devices; as it is put together from microbatches."""
-        x = jnp.asarray(x)
-        if is_by_example(x, length):
+        if has_rows:
             return lax.all_gather(x, self.axis, tiled=True)
         is_real = jnp.issubdtype(x.dtype, jnp.inexact)
         return self._mean(x) if is_real else lax.psum(x, self.axis)
