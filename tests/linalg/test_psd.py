@@ -17,8 +17,8 @@ INVERSE = jax.jit(lambda matrix, weight: psd_power(matrix, weight, -1))
 @pytest.fixture
 def no_eigenvalues(monkeypatch):
     """What is computed from eigenvalues is not a number."""
-    none = lambda matrix, *_, power: jnp.full_like(matrix, jnp.nan)
-    monkeypatch.setattr(_psd, "spectral_of", none)
+    none = lambda values, vectors, *_: jnp.full_like(vectors, jnp.nan)
+    monkeypatch.setattr(_psd, "_put_together", none)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -1,34 +1,60 @@
-"""Inverses of symmetric positive definite matrices, nearly all of it by products of blocks.
+"""Inverses of symmetric positive definite matrices, on CPUs nearly all of it by products of tiles.
 
-A Cholesky factorisation and what follows from it are computed by blocks, and those on the diagonal
-by smaller blocks, down to small matrices. What is known to be zero or to be symmetric is mostly not
-computed. On CPUs there are two more reasons for it. Libraries factorise large matrices on threads
-of their own, which go on to wait busily and keep a core from the threads that compute products;
-they do not for small ones. And what is done to blocks of one shape is compiled once, while products
-of any shape are not compiled at all. So nearly all blocks have one shape, whatever the matrices
-have; only those at the end are smaller.
+A matrix is cut into tiles of one shape. Its Cholesky factor, the inverse of that and the product of
+this with its transpose are computed by a loop, each step of which makes one tile from others: what
+is known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut again,
+down to small matrices.
+
+Libraries do the same at once, and elsewhere they are asked to. On CPUs there are two reasons not
+to. They factorise large matrices on threads of their own, which go on to wait busily and keep a
+core from the threads that compute products; they do not for small ones. And a loop with steps of
+few kinds is small, so that it is compiled fast.
 """
 
 import functools
+import itertools
 import operator
+from collections.abc import Iterator
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from curvax._types import Array
 from curvax.linalg._one_by_one import one_by_one
 from curvax.linalg._shared import shared
 
-__all__ = ["inverse_root", "positive_inverse"]
+__all__ = ["inverse_root", "positive_inverse", "widened"]
 
 LARGEST = 256
-"""The size of blocks: large enough for products to be fast."""
+"""Up to which size there is one tile: large enough for products to be fast."""
 
 SMALLEST = 96
-"""Up to which size a block is not cut."""
+"""Up to which size a tile on the diagonal is not cut."""
 
-Blocks = dict[tuple[int, int], Array]
-"""Blocks of a matrix by row and column; of a triangular one those that are not zero."""
+MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
+"""What a step of the loop makes of two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
+`inverse_root` of x, or `x.T`."""
+
+Step = tuple[int, ...]
+"""A kind, what to keep, a sign, and three places of tiles, as rows and columns."""
+
+
+def widened(matrix: Array) -> Array:
+    """The matrix with some rows and columns more, so that it has tiles of one size.
+
+    On the diagonal they have the first number of the matrix. That is never more than the largest
+    eigenvalue nor less than the smallest, so that the condition stays as it is.
+    """
+    size = matrix.shape[-1]
+    count, width = _tiles(size)
+    more = count * width - size
+    if not more:
+        return matrix
+    wide = _padded(matrix, 0, 0, size + more)
+    row, column = jnp.indices((size + more, size + more), sparse=True)
+    is_new = jnp.broadcast_to((row == column) & (row >= size), wide.shape)
+    return jnp.where(is_new, jnp.broadcast_to(matrix[..., :1, :1], wide.shape), wide)
 
 
 @shared
@@ -40,26 +66,92 @@ def positive_inverse(matrix: Array) -> Array:
     matrix with its transpose, so that it is positive even where it is not accurate. Along axes in
     front there are several matrices.
     """
-    edges = range(0, matrix.shape[-1], LARGEST)
-    if len(edges) == 1:
+    return lax.platform_dependent(matrix, cpu=_by_tiles, default=_at_once)
+
+
+def _at_once(matrix: Array) -> Array:
+    factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
+    identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    root = lax.linalg.triangular_solve(
+        factor, identity, left_side=True, lower=True, transpose_a=True
+    )
+    return _times_transpose(root, root)
+
+
+def _by_tiles(matrix: Array) -> Array:
+    count, width = _tiles(matrix.shape[-1])
+    if count == 1:
         root = inverse_root(matrix)
         return _times_transpose(root, root)
-    sizes = [min(LARGEST, matrix.shape[-1] - edge) for edge in edges]
-    # Positions that are known to be constants would make the same kernels different ones.
-    edges = lax.optimization_barrier([jnp.int32(edge) for edge in edges])
-    count = len(edges)
-    rest = {
-        (i, j): _slice(matrix, edges[i], edges[j], rows=sizes[i], columns=sizes[j])
-        for i in range(count)
-        for j in range(i + 1)
-    }
-    roots = _roots(rest, count)
-    inverse = jnp.zeros_like(matrix)
-    for i in range(count):
-        for j in range(i + 1):
-            terms = [_times_transpose(roots[i, k], roots[j, k]) for k in range(i, count)]
-            inverse = _with_mirrored(inverse, _total(terms), edges[i], edges[j])
-    return inverse
+    size, matrix = matrix.shape[-1], widened(matrix)
+    steps = _steps(count) * np.array([1, 1, 1, *[width] * 6], np.int32)
+    columns = [jnp.asarray(column) for column in steps.T]
+    front, shape = [np.int32(0)] * (matrix.ndim - 2), (*matrix.shape[:-2], width, width)
+
+    def body(number: Array, matrix: Array) -> Array:
+        numbers = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in columns]
+        kind, keep, sign = numbers[:3]
+        target, x, y = ([*front, *numbers[k : k + 2]] for k in (3, 5, 7))
+        tile = lambda place: lax.dynamic_slice(matrix, place, shape)
+
+        def accumulated(_: None) -> Array:
+            product = _times_transpose(tile(x), tile(y))
+            return keep.astype(product.dtype) * tile(target) + sign.astype(product.dtype) * product
+
+        found = lax.switch(
+            kind,
+            [
+                lambda _: tile(x) @ tile(y),
+                accumulated,
+                lambda _: inverse_root(tile(x)),
+                lambda _: jnp.matrix_transpose(tile(x)),
+            ],
+            None,
+        )
+        return lax.dynamic_update_slice(matrix, found, target)
+
+    return lax.fori_loop(0, steps.shape[0], body, matrix)[..., :size, :size]
+
+
+@functools.cache
+def _steps(count: int) -> np.ndarray:
+    """The steps that invert a matrix of `count` by `count` tiles, in place.
+
+    Each is a `Step`: its kind, what to keep of the old tile, a sign, and the places of the new tile
+    and of x and y.
+    """
+    mirrored = itertools.combinations(range(count), 2)
+    mirroring = [(MIRROR, 0, 1, i, j, *(j, i) * 2) for i, j in mirrored]
+    return np.array([*_root_steps(count), *_product_steps(count), *mirroring], np.int32)
+
+
+def _root_steps(count: int) -> Iterator[Step]:
+    """The root of a matrix.
+
+    The lower triangle becomes that of the Cholesky factor, except that tiles on the diagonal become
+    those of the root. The upper triangle becomes the rest of the root, with
+    `root[j, k] = -sum(root[j, m] @ factor[k, m].T for m in range(j, k)) @ root[k, k]`.
+    """
+    for k in range(count):
+        yield ROOT, 0, 1, *(k, k) * 3
+        for i in range(k + 1, count):
+            yield MULTIPLY, 0, 1, i, k, i, k, k, k
+            for j in range(k + 1, i + 1):
+                yield ACCUMULATE, 1, -1, i, j, i, k, j, k
+        for j in range(k):
+            for m in range(j, k):
+                yield ACCUMULATE, int(m > j), -1, j, k, j, m, k, m
+            yield MULTIPLY, 0, 1, j, k, j, k, k, k
+
+
+def _product_steps(count: int) -> Iterator[Step]:
+    """The lower triangle of the root times its transpose.
+
+    The factor is not needed any more. The root is, and on the diagonal until the row is done.
+    """
+    for j, i in itertools.combinations_with_replacement(range(count), 2):
+        for k in range(i, count):
+            yield ACCUMULATE, int(k > i), 1, i, j, i, k, j, k
 
 
 @shared
@@ -68,40 +160,19 @@ def inverse_root(matrix: Array) -> Array:
     size = matrix.shape[-1]
     if size <= SMALLEST:
         return _small_root(matrix)
-    half = 16 * -(-size // 32)  # Vector instructions like multiples of 16.
+    half = 8 * -(-size // 16)  # Vector instructions like multiples of 8.
     first, last = slice(0, half), slice(half, size)
-    rest = {
-        (0, 0): matrix[..., first, first],
-        (1, 0): matrix[..., last, first],
-        (1, 1): matrix[..., last, last],
-    }
-    roots = _roots(rest, 2)
+    root = inverse_root(matrix[..., first, first])
+    factor = matrix[..., last, first] @ root
+    rest = inverse_root(matrix[..., last, last] - _times_transpose(factor, factor))
+    beside = -_times_transpose(root, factor) @ rest
     # Sums of what is padded, as concatenations are compiled anew each time.
     parts = [
-        _padded(roots[0, 0], 0, 0, size),
-        _padded(roots[0, 1], 0, half, size),
-        _padded(roots[1, 1], half, half, size),
+        _padded(root, 0, 0, size),
+        _padded(beside, 0, half, size),
+        _padded(rest, half, half, size),
     ]
-    return _total(parts)
-
-
-def _roots(matrix: Blocks, count: int) -> Blocks:
-    """The blocks of `inverse_root`, from those in the lower triangle of a matrix.
-
-    With the blocks of the Cholesky factor and the inverses of those on its diagonal,
-    `root[j, k] = -sum(root[j, m] @ factor[k, m].T for m in range(j, k)) @ root[k, k]`.
-    """
-    rest, factor, roots = dict(matrix), Blocks(), Blocks()
-    for k in range(count):
-        root = roots[k, k] = inverse_root(rest[k, k])
-        for i in range(k + 1, count):
-            factor[i, k] = rest[i, k] @ root
-            for j in range(k + 1, i + 1):
-                rest[i, j] = rest[i, j] - _times_transpose(factor[i, k], factor[j, k])
-        for j in range(k):
-            terms = [_times_transpose(roots[j, m], factor[k, m]) for m in range(j, k)]
-            roots[j, k] = -_total(terms) @ root
-    return roots
+    return functools.reduce(operator.add, parts)
 
 
 def _small_root(matrix: Array) -> Array:
@@ -131,29 +202,11 @@ def _padded(block: Array, row: int, column: int, size: int) -> Array:
     return lax.pad(block, zero, [*[(0, 0, 0)] * (block.ndim - 2), rows, columns])
 
 
-@shared
-def _slice(matrix: Array, row: Array, column: Array, *, rows: int, columns: int) -> Array:
-    shape = (*matrix.shape[:-2], rows, columns)
-    return lax.dynamic_slice(matrix, _indices(matrix, row, column), shape)
-
-
-@shared
-def _with_mirrored(matrix: Array, block: Array, row: Array, column: Array) -> Array:
-    """The matrix with a block at this position, and its transpose at the mirrored one."""
-    here, there = _indices(matrix, row, column), _indices(matrix, column, row)
-    # What is here is zero. It is added as only so the kernel is compiled once.
-    added = lax.dynamic_slice(matrix, here, block.shape) + block
-    matrix = lax.dynamic_update_slice(matrix, added, here)
-    return lax.dynamic_update_slice(matrix, jnp.matrix_transpose(block), there)
-
-
-def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
-    return [*[jnp.zeros_like(row)] * (matrix.ndim - 2), row, column]
+def _tiles(size: int) -> tuple[int, int]:
+    """In how many rows and columns of tiles a matrix is cut, and how wide these are."""
+    count = max(1, -(-size // LARGEST))
+    return count, 16 * -(-size // (16 * count))
 
 
 def _times_transpose(x: Array, y: Array) -> Array:
     return x @ jnp.matrix_transpose(y)
-
-
-def _total(terms: list[Array]) -> Array:
-    return functools.reduce(operator.add, terms)

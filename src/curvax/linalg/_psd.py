@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._inverse import positive_inverse
+from curvax.linalg._inverse import positive_inverse, widened
 from curvax.linalg._one_by_one import one_by_one
 from curvax.linalg._shared import shared
 
@@ -29,12 +29,11 @@ __all__ = [
     "spectral_of",
     "spectral_power",
     "told_from_zero",
-    "widened",
 ]
 
 
 LARGEST_RESIDUAL = 0.05
-"""Up to what residual an inverse by factorisation is accepted; see `_residual`.
+"""Up to what residual an inverse by factorisation is accepted; see `_is_inverse`.
 
 Measured in float32 for sizes from 64 to 512, its relative error is then below 5 %. The hardest
 spectrum is one half ones and one half tiny: that has such a residual at a condition of 6e4.
@@ -56,9 +55,7 @@ def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
 
 def psd_eigh(matrix: Array) -> tuple[Array, Array]:
     """Eigenvalues, none of them negative, and eigenvectors, as columns."""
-    # The decomposition takes columns first, so that the transpose is no work.
-    decompose = lambda x: tuple(jnp.linalg.eigh(x, symmetrize_input=False))
-    values, vectors = one_by_one(decompose, jnp.matrix_transpose(matrix))
+    values, vectors = _eigh(matrix)
     return jnp.maximum(values, 0), vectors
 
 
@@ -138,35 +135,18 @@ def checked_inverse(damped: Array, weight: Array) -> Array:
     It is fast for few sizes; see `widened`.
     """
     inverse = positive_inverse(damped)
-    # What is not finite is not less, either.
-    is_good = _residual(damped, inverse) <= LARGEST_RESIDUAL
+    is_good = _is_inverse(damped, inverse)
 
     def mended(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         is_good, inverse = carry
-        undamped = add_identity(damped, -weight)
-        other = spectral_of(undamped, weight, jnp.ones_like(weight), power=-1)
-        return jnp.ones_like(is_good), jnp.where(is_good[..., None, None], inverse, other)
+        other = _by_eigenvalues(damped, weight)
+        if damped.ndim > 2:
+            other = jnp.where(is_good[..., None, None], inverse, other)
+        return jnp.ones_like(is_good), other
 
     # A loop of at most one step. Other than `lax.cond` it does not copy what is good already.
     some_bad = lambda carry: ~jnp.all(carry[0])
     return lax.while_loop(some_bad, mended, (is_good, inverse))[1]
-
-
-def widened(matrix: Array) -> Array:
-    """The matrix with some rows and columns more, so that there are few different sizes.
-
-    On the diagonal they have the first number of the matrix. That is never more than the largest
-    eigenvalue nor less than the smallest, so that the condition stays as it is.
-    """
-    size = matrix.shape[-1]
-    more = -size % (32 if size > 512 else 16)
-    if not more:
-        return matrix
-    before = [(0, 0, 0)] * (matrix.ndim - 2)
-    wide = lax.pad(matrix, jnp.zeros((), matrix.dtype), [*before, (0, more, 0), (0, more, 0)])
-    row, column = jnp.indices((size + more, size + more), sparse=True)
-    is_new = jnp.broadcast_to((row == column) & (row >= size), wide.shape)
-    return jnp.where(is_new, jnp.broadcast_to(matrix[..., :1, :1], wide.shape), wide)
 
 
 @_inverse.defjvp
@@ -182,6 +162,19 @@ def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | in
     """`(scale * matrix + weight * identity) ** power`, by eigenvalues."""
     values, vectors = psd_eigh(matrix)
     values = per_matrix(scale, 1, values.dtype) * values
+    return _put_together(values, vectors, weight, power)
+
+
+@shared
+def _by_eigenvalues(damped: Array, weight: Array) -> Array:
+    """The inverse of a matrix with `weight` on its diagonal already."""
+    values, vectors = _eigh(damped)
+    values = jnp.maximum(values - per_matrix(weight, 1, values.dtype), 0)
+    return _put_together(values, vectors, weight, -1)
+
+
+def _put_together(values: Array, vectors: Array, weight: Array, power: float | int) -> Array:
+    """A power of a matrix from its eigenvalues, to all of which a weight is to be added."""
     # They come in order.
     values = told_from_zero(values, weight, power, largest=values[..., -1:])
     values = values + per_matrix(weight, 1, values.dtype)
@@ -190,19 +183,25 @@ def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | in
     return half @ jnp.matrix_transpose(half)
 
 
+def _eigh(matrix: Array) -> tuple[Array, Array]:
+    # The decomposition takes columns first, so that the transpose is no work.
+    decompose = lambda x: tuple(jnp.linalg.eigh(x, symmetrize_input=False))
+    return one_by_one(decompose, jnp.matrix_transpose(matrix))
+
+
 def _resolution(size: int, dtype: jnp.dtype) -> float:
     """The smallest eigenvalue that can be told from zero, as a part of the largest."""
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 
 @shared
-def _residual(matrix: Array, inverse: Array) -> Array:
-    """How far `inverse @ matrix @ vector` is from a vector of length one; the worst of four.
+def _is_inverse(matrix: Array, inverse: Array) -> Array:
+    """Whether `inverse @ matrix @ vector` is near the vector, for four of them.
 
     Two vectors have a part in all directions. The others are what the matrix makes of them, where
     the largest eigenvalues have the most part. What is wrong with an inverse by factorisation shows
-    there: it is as if the matrix had changed by about its rounding. There are two of each as
-    products with several vectors are not compiled, unlike those with one.
+    there: it is as if the matrix had changed by about its rounding. Nearly all of it is products
+    with two vectors at once, as products with several are not compiled, unlike those with one.
     """
     rows = np.arange(matrix.shape[-1])[:, None]
     some = jnp.asarray(np.cos(rows**2 + np.array([[1.0, 2.0]])), matrix.dtype)
@@ -210,17 +209,20 @@ def _residual(matrix: Array, inverse: Array) -> Array:
     products = matrix @ some
     # Squares of what is very large or very small are not numbers any more.
     size = jnp.trace(_gram(some, products), axis1=-2, axis2=-1)[..., None, None]
-    others = _divided(products, size)
-    return jnp.maximum(
-        _distance(inverse @ products, some), _distance(inverse @ (matrix @ others), others)
-    )
+    others = products / jnp.where(size > 0, size, 1)
+    return _are_near(inverse @ products, some) & _are_near(inverse @ (matrix @ others), others)
 
 
-def _distance(found: Array, vectors: Array) -> Array:
-    """The largest distance from one of the vectors, as a part of its length."""
-    difference = found - vectors
-    squares = _divided(_gram(difference, difference), _gram(vectors, vectors))
-    return jnp.sqrt(jnp.max(jnp.diagonal(squares, axis1=-2, axis2=-1), axis=-1))
+def _are_near(found: Array, vectors: Array) -> Array:
+    """Whether the distance from each of the vectors is a small part of its length.
+
+    What is not finite is not near, either.
+    """
+    lengths = _gram(vectors, vectors)
+    # To rounding, which is far less than what is small here.
+    squares = _gram(found, found) - 2 * _gram(vectors, found) + lengths
+    are_near = squares <= LARGEST_RESIDUAL**2 * lengths
+    return jnp.all(jnp.diagonal(are_near, axis1=-2, axis2=-1), axis=-1)
 
 
 def _gram(x: Array, y: Array) -> Array:
@@ -230,7 +232,3 @@ def _gram(x: Array, y: Array) -> Array:
 
 def _scaled(matrix: Array, scale: Array) -> Array:
     return per_matrix(scale, 2, matrix.dtype) * matrix
-
-
-def _divided(x: Array, size: Array) -> Array:
-    return x / jnp.where(size > 0, size, 1)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array
+from curvax.linalg._inverse import widened
 from curvax.linalg._psd import (
     add_identity,
     checked_inverse,
@@ -28,7 +29,6 @@ from curvax.linalg._psd import (
     psd_eigh,
     psd_power,
     spectral_of,
-    widened,
 )
 from curvax.parallel import own_rows, shares
 
