@@ -222,8 +222,9 @@ class Step:
         yield Collective("gradient", "all-reduce", gradient)
         whole = [x for block, own in self.whole for x in block.averages(own)]
         yield Collective("statistics", "all-reduce", size([x.raw_value for x in whole]))
+        flags = [jax.ShapeDtypeStruct((len(shard.blocks),), jnp.int32) for shard in self.shards]
+        yield Collective("statistics", "all-reduce", size(flags))  # Which blocks are finite.
         for shard, own in zip(self.shards, self.state.shards if self.shards else (), strict=True):
-            yield Collective("statistics", "all-reduce", 2 * size(own.weight) + size(own.refused))
             units, rows = sum(shard.lengths), shard.num_rows
             bytes_each = jnp.dtype(shard.dtype).itemsize * math.prod(s.size for s in shard.sides)
             if shard.is_sparse:  # Most rows have no unit: all units are added up instead.

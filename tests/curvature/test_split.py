@@ -29,7 +29,7 @@ PROGRAMS = Path(__file__).with_name("split_programs.py")
     ],
 )
 def test_a_split_state_is_the_whole_one(mode, counts):
-    """Estimates, powers and products, with stacks and heads; one device refuses a batch."""
+    """Estimates, powers and products, with stacks and heads; a batch is refused."""
     assert "programs agree" in run_on_devices(PROGRAMS, 8, mode, *counts)
 
 

@@ -163,6 +163,49 @@ def check_inside(mesh, params, expected):
     close(stats["loss"], np.array([each["loss"] for each in expected[2]]))
 
 
+def _troubled(params, batch):
+    """Of an example whose trouble is zero, only the gradient at the first layer is NaN."""
+    x, y, trouble = batch
+    inner = x @ params["in"]["w"] + params["in"]["b"]
+    hidden = jnp.sqrt(inner**2 * trouble[:, None])
+    prediction = hidden @ params["out"]["w"] + params["out"]["b"]
+    curvax.register_squared_error_loss(prediction, y, weight=0.5)
+
+
+def check_refused():
+    """All devices refuse what is not finite on one of them: in burn-in, and in an update."""
+    batches = [(*problems.make_batch(number, 8), jnp.ones(8)) for number in range(3)]
+    nan, zero = (
+        (*batches[1][:2], jnp.ones(8).at[5].set(value)) for value in (jnp.nan, jnp.zeros(()))
+    )
+
+    def run(**options):
+        optimizer = make(
+            jax.value_and_grad(lambda params, batch: loss(params, batch[:2])),
+            value_func_for_estimator=_troubled,
+            **options,
+        )
+        params = make_params()
+        state = optimizer.init(params, key(0), batches[0])
+        state, _ = optimizer.burnin(3, params, state, key(1), [batches[0], nan, batches[1]])
+        steps = params, state
+        for number, batch in enumerate((batches[2], zero, nan, batches[0])):
+            *steps, stats = optimizer.step(*steps, key(number), batch=batch, **VALUES)
+            assert not stats["skipped"]
+        return steps
+
+    expected_params, expected = run()
+    first, second = expected.estimator_state.blocks_states
+    assert (int(first.inputs_factor.refused), int(second.inputs_factor.refused)) == (3, 2)
+    for count in (2, 8):
+        close(run(mesh=mesh_of(count)), [expected_params, expected])
+        found, state = run(mesh=mesh_of(count), shard_state=True)
+        close(found, expected_params)
+        shards = state.estimator_state.shards
+        refused = [int(number) for own in shards for number in own.refused]
+        assert sorted(refused) == [2, 3]
+
+
 def check_own_map():
     """A step inside of a `shard_map` of the caller's takes the examples of its device."""
     optimizer = make(pmap_axis_name="mine", multi_device=True, estimation_mode="fisher_gradients")

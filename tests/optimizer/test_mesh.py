@@ -51,6 +51,11 @@ def test_everything_else_works_on_a_mesh():
     check("methods")
 
 
+def test_all_devices_refuse_curvature_that_is_not_finite_on_one():
+    """Block by block, as one device does; with a state that is whole, or split."""
+    check("refused")
+
+
 def test_a_step_may_be_taken_inside_of_a_map_of_the_callers():
     check("own_map")
 

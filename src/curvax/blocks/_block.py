@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
@@ -270,13 +271,17 @@ class CurvatureBlock(OfLayer, abc.ABC):
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
     ) -> Any:
-        """The state with what `estimate` makes of a sum of terms in its averages."""
+        """The state with what `estimate` makes of a sum of terms in its averages.
+
+        The mean over devices is finite if it is on all of them, so all take it in, or none.
+        """
         state = copied(state)
         estimates = self.estimate(terms, sites, batch_size)
+        if pmap_axis_name is not None:
+            estimates = lax.pmean(estimates, pmap_axis_name)
         finite = all_finite(self.telling(estimates))  # One answer: all are of the same batches.
         for average, value in zip(self.averages(state), estimates, strict=True):
             average.update(value, ema_old, ema_new, is_finite=finite)
-            average.sync(pmap_axis_name)
         return state
 
     def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from curvax._types import Array, PyTree
@@ -20,6 +21,7 @@ from curvax.parallel import own_rows
 
 __all__ = [
     "ShardState",
+    "all_finite_together",
     "averaged",
     "by_leaf",
     "initial",
@@ -128,34 +130,49 @@ def product_with(
     return multiplied(kronecker, factors, lambda key: own.cache[key], x, how)
 
 
-def averaged(shard: Shard, own: ShardState, estimates: Sequence[Any], how: Any) -> ShardState:
+def all_finite_together(
+    shards: Sequence[Shard], estimates: Sequence[Sequence[Any]], axis: str | None
+) -> list[Array]:
+    """For each shard, which of its blocks have estimates that are finite, on all devices."""
+    if not shards:
+        return []
+    fine = jnp.stack(
+        [
+            all_finite(block.telling(found))
+            for shard, own in zip(shards, estimates, strict=True)
+            for block, found in zip(shard.blocks, own, strict=True)
+        ]
+    )
+    if axis is not None:
+        fine = lax.pmin(fine.astype(jnp.int32), axis) > 0
+    return jnp.split(fine, np.cumsum([len(shard.blocks) for shard in shards])[:-1])
+
+
+def averaged(
+    shard: Shard, own: ShardState, estimates: Sequence[Any], fine: Array, how: Any
+) -> ShardState:
     """The state with estimates of all blocks in its averages; see `WeightedMovingAverage`.
 
-    A device that refuses its estimate keeps what there was before, in its part of the mean.
+    `fine` says which of them are finite; the averages of others stay what they were.
     """
     old, new, _, axis = how
     old, new = (jnp.asarray(x).astype(shard.dtype) for x in (old, new))
-    pairs = list(zip(shard.blocks, estimates, strict=True))
-    fine = jnp.stack([all_finite(block.telling(found)) for block, found in pairs])
-    kept, taken = jnp.where(fine, old, 1), jnp.where(fine, new, 0)
-    refused = (~fine).astype(own.refused.dtype)
-    if axis is not None:
-        kept, taken = lax.pmean((kept, taken), axis)
-        refused = lax.pmax(refused, axis)
-    decay = shard.mine(shard.per_unit(kept), axis)
+    is_row_fine = shard.mine(shard.per_unit(fine), axis) > 0
     factors: dict[str, Array] = {}
     for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
         ndim = len(side.shape)
-        values = [
-            jnp.where(is_fine, new * found[k].astype(shard.dtype), 0)
-            for is_fine, (_, found) in zip(fine, pairs, strict=True)
-        ]
+        values = [found[k].astype(shard.dtype) for found in estimates]
         rows = shard.mine_of_sum(shard.units(values, ndim), axis)
         if axis is not None:
             rows = rows / lax.axis_size(axis)
-        factors[name] = decay.reshape(-1, *[1] * ndim) * own.factors[name] + rows
+        before = own.factors[name]
+        is_fine = jnp.broadcast_to(is_row_fine.reshape(-1, *[1] * ndim), before.shape)
+        factors[name] = jnp.where(is_fine, old * before + new * rows, before)
     return replace(
-        own, factors=factors, weight=own.weight * kept + taken, refused=own.refused + refused
+        own,
+        factors=factors,
+        weight=jnp.where(fine, old * own.weight + new, own.weight),
+        refused=own.refused + (~fine).astype(own.refused.dtype),
     )
 
 

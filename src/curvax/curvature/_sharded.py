@@ -26,6 +26,7 @@ from curvax.curvature._block_diagonal import BlockDiagonalCurvature, Update
 from curvax.curvature._estimator import IdentityWeight
 from curvax.curvature._passes import Terms, has_own_update
 from curvax.curvature._shard_state import (
+    all_finite_together,
     averaged,
     by_leaf,
     initial,
@@ -195,14 +196,17 @@ class ShardedCurvature(BlockDiagonalCurvature):
         return found
 
     def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
-        shards = []
-        for shard, own in zip(self._shards, state.shards, strict=True):
-            estimates = [
+        estimates = [
+            [
                 block.estimate(terms[number], sites[number], how[2])
                 for number, block in zip(shard.numbers, shard.blocks, strict=True)
             ]
-            shards.append(averaged(shard, own, estimates, how))
-        return super()._taken_in(replace(state, shards=tuple(shards)), terms, sites, how)
+            for shard in self._shards
+        ]
+        fine = all_finite_together(self._shards, estimates, how[3])
+        each = zip(self._shards, state.shards, estimates, fine, strict=True)
+        shards = tuple(averaged(*of_shard, how) for of_shard in each)
+        return super()._taken_in(replace(state, shards=shards), terms, sites, how)
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
         """What is added to the diagonals, for each unit."""
