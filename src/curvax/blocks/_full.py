@@ -18,6 +18,7 @@ from curvax.linalg import (
     Eigenvectors,
     Power,
     WeightedMovingAverage,
+    diagonal,
     psd_eigh,
     psd_power,
     spectral_power,
@@ -114,7 +115,7 @@ class Full(CurvatureBlock):
         return self.unflattened(vector)
 
     def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
-        return [jnp.diagonal(matrix) for matrix in estimates]
+        return [diagonal(matrix) for matrix in estimates]
 
     def averages(self, state: Any) -> Sequence[Any]:
         return (state.matrix,)

@@ -13,6 +13,7 @@ from curvax.linalg._kronecker import (
 from curvax.linalg._moving_average import WeightedMovingAverage as WeightedMovingAverage
 from curvax.linalg._psd import (
     add_identity as add_identity,
+    diagonal as diagonal,
     per_matrix as per_matrix,
     psd_eigh as psd_eigh,
     psd_power as psd_power,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from curvax import _compat
 from curvax._types import Array, PyTree
@@ -37,7 +38,10 @@ def _sum(x: Array) -> Array:
     rows = x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
     if jnp.finfo(x.dtype).bits < 32:
         rows = rows.astype(jnp.float32)
-    # The largest number, times this, can be added up more often than there are elements.
+    # The largest number, times this, can be added up more often than there are elements. Signs are
+    # only to make constants of it: matrices of one number are filled by what has to be compiled.
     small = float(jnp.finfo(rows.dtype).tiny) ** 0.5
-    by_row = rows @ jnp.full((rows.shape[1], 2), small, rows.dtype)
-    return jnp.ones((2, rows.shape[0]), rows.dtype) @ by_row
+    signs = np.array([1, -1])
+    columns = jnp.asarray(np.tile(small * signs, (rows.shape[1], 1)), rows.dtype)
+    by_row = rows @ columns
+    return jnp.asarray(np.tile(signs[:, None], rows.shape[0]), rows.dtype) @ by_row

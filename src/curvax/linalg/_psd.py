@@ -23,6 +23,7 @@ from curvax.linalg._shared import shared
 __all__ = [
     "add_identity",
     "checked_inverse",
+    "diagonal",
     "per_matrix",
     "psd_eigh",
     "psd_power",
@@ -45,6 +46,12 @@ def add_identity(matrix: Array, weight: ArrayLike) -> Array:
     """`matrix + weight * identity`."""
     identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     return matrix + per_matrix(weight, 2, matrix.dtype) * jnp.broadcast_to(identity, matrix.shape)
+
+
+def diagonal(matrix: Array) -> Array:
+    """The diagonal of each matrix: `jnp.diagonal`, but no indices are computed for it."""
+    size = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
 
 def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
@@ -222,7 +229,7 @@ def _are_near(found: Array, vectors: Array) -> Array:
     # To rounding, which is far less than what is small here.
     squares = _gram(found, found) - 2 * _gram(vectors, found) + lengths
     are_near = squares <= LARGEST_RESIDUAL**2 * lengths
-    return jnp.all(jnp.diagonal(are_near, axis1=-2, axis2=-1), axis=-1)
+    return jnp.all(diagonal(are_near), axis=-1)
 
 
 def _gram(x: Array, y: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.linalg._psd import per_matrix, spectral_power
+from curvax.linalg._psd import diagonal, per_matrix, spectral_power
 from curvax.linalg._symmetric import symmetric_product
 from curvax.linalg._together import Eigenvectors, Power
 
@@ -109,7 +109,7 @@ class DenseSide(Side):
         return _of_diagonal(diagonal)
 
     def diagonal(self, matrix: Array) -> Array:
-        return jnp.diagonal(matrix, axis1=-2, axis2=-1)
+        return diagonal(matrix)
 
     def power(
         self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
@@ -144,7 +144,7 @@ class DiagonalSide(Side):
         return jnp.sum(rows**2, axis=-2)
 
     def of_dense(self, matrix: Array) -> Array:
-        return jnp.diagonal(matrix, axis1=-2, axis2=-1)
+        return diagonal(matrix)
 
     def of_diagonal(self, diagonal: Array) -> Array:
         return diagonal
