@@ -12,7 +12,7 @@ the next step begins with fresh inverses.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from curvax._types import Array, PyTree
 from curvax.curvature import ImplicitExactCurvature, check_split
 from curvax.linalg import all_finite
 from curvax.optimizer._function import Evaluation, ValueFunction
+from curvax.optimizer._move import Move
 from curvax.optimizer._preconditioner import Preconditioner
 from curvax.optimizer._quadratic import QuadraticModel
 from curvax.optimizer._rules import Adaptive, Given, LevenbergMarquardt, Options, Rules
@@ -41,16 +42,6 @@ __all__ = ["Algorithm", "burnin_key"]
 
 _LARGEST_FACTOR = 1e4
 """How much larger a damping that is given can become by trouble: so that it comes back."""
-
-
-class _Move(NamedTuple):
-    """An update, with how it was made."""
-
-    update: PyTree
-    vectors: tuple[PyTree, PyTree]
-    coefficients: Sequence[Array]
-    scaled_norm: Array
-    model: QuadraticModel | None
 
 
 @dataclass(frozen=True)
@@ -150,13 +141,14 @@ class Algorithm:
         curvature = self.preconditioner.refreshed(curvature, count, is_stale, damping)
         learning = replace(state, estimator_state=curvature)
         move = self._move(learning, found.gradient, damping, given, func_args)
-        is_fine &= all_finite(move.update)
+        is_fine &= move.is_finite
         outcome = self._outcome(learning, found, move, damping, func_args)
         is_taken = is_fine & ~outcome["is_rejected"]
         flags = is_fine, is_taken
         after = self._state_after(learning, move.update, flags, found.loss, outcome, batch_size)
         stats = self._stats(found, move, damping, outcome, after, func_args, batch_size)
-        update = selected(is_taken, move.update, jax.tree.map(jnp.zeros_like, move.update))
+        # An update that was taken is what the velocities are now; so it is computed once.
+        update = selected(is_taken, after.velocities, jax.tree.map(jnp.zeros_like, move.update))
         return update, after, stats
 
     def exact_model(
@@ -243,7 +235,7 @@ class Algorithm:
         damping: Array,
         given: Given,
         func_args: Sequence[PyTree],
-    ) -> _Move:
+    ) -> Move:
         dtype, count = damping.dtype, state.step_counter
         direction = self.preconditioner.apply(state.estimator_state, gradient, damping)
         rate = self.rules.learning_rate.value(count, given.learning_rate)
@@ -263,13 +255,13 @@ class Algorithm:
         else:
             coefficients = [jnp.asarray(c, dtype) for c in fixed]
         update = combined(coefficients, vectors)
-        return _Move(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
+        return Move(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
 
     def _outcome(
         self,
         state: OptimizerState,
         found: Evaluation,
-        move: _Move,
+        move: Move,
         damping: Array,
         func_args: Sequence[PyTree],
     ) -> dict[str, Any]:
@@ -308,7 +300,7 @@ class Algorithm:
         """The value of the function alone; what else it computes is dropped by the compiler."""
         return self._mean(self.function(func_args).loss)
 
-    def _change(self, model: QuadraticModel, move: _Move, damping: Array) -> Array:
+    def _change(self, model: QuadraticModel, move: Move, damping: Array) -> Array:
         included = damping if self.options.include_damping_in_quad_change else 0.0
         return model.change(move.coefficients, included)
 
@@ -324,8 +316,8 @@ class Algorithm:
         is_fine, is_taken = flags
         is_rejected = is_fine & ~is_taken
         # After a rejection momentum begins anew: no damping would help against what it does.
-        zeros = jax.tree.map(jnp.zeros_like, update)
-        velocities = selected(is_taken, update, selected(is_rejected, zeros, state.velocities))
+        kept = jnp.where(is_rejected, 0, 1).astype(state.damping_factor.dtype)
+        velocities = selected(is_taken, update, combined([kept], [state.velocities]))
         factor = jnp.asarray(self.options.reject_factor, state.damping_factor.dtype)
         decay = jnp.asarray(self.adaptation.decay, factor.dtype)
         if state.damping is None:
@@ -363,7 +355,7 @@ class Algorithm:
     def _stats(
         self,
         found: Evaluation,
-        move: _Move,
+        move: Move,
         damping: Array,
         outcome: dict[str, Any],
         after: OptimizerState,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax import _compat
 from curvax._types import Array, PyTree
 
 __all__ = ["combined", "inner", "inner_products", "norm", "norms", "number_type", "selected"]
@@ -24,9 +25,16 @@ def number_type(tree: PyTree) -> Any:
 def inner(x: PyTree, y: PyTree) -> Array:
     """The inner product of two vectors."""
     dtype = number_type(x)
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    parts = [jnp.vdot(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in pairs]
-    return sum(parts, start=jnp.zeros((), dtype))
+    leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    pairs = [(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in leaves]
+    # Small arrays are one, as something is compiled for the product of each.
+    small = [pair for pair in pairs if pair[0].ndim < 2 and _compat.sharding_of(pair[0]) is None]
+    if len(small) > 1:
+        chosen = set(map(id, small))
+        pairs = [pair for pair in pairs if id(pair) not in chosen]
+        flat = [jnp.concatenate([a.reshape(-1) for a in side]) for side in zip(*small, strict=True)]
+        pairs.append((flat[0], flat[1]))
+    return sum((jnp.vdot(a, b) for a, b in pairs), start=jnp.zeros((), dtype))
 
 
 def norm(x: PyTree) -> Array:
@@ -41,8 +49,12 @@ def norms(tree: PyTree) -> dict[str, Array]:
 
 
 def inner_products(xs: Sequence[PyTree], ys: Sequence[PyTree]) -> Array:
-    """The matrix of inner products of some vectors with others."""
-    return jnp.stack([jnp.stack([inner(x, y) for y in ys]) for x in xs])
+    """The matrix of inner products of some vectors with others, or with themselves."""
+    if xs is not ys:
+        return jnp.stack([jnp.stack([inner(x, y) for y in ys]) for x in xs])
+    found = {(i, j): inner(xs[i], xs[j]) for i in range(len(xs)) for j in range(i + 1)}
+    either = lambda i, j: found[max(i, j), min(i, j)]
+    return jnp.stack([jnp.stack([either(i, j) for j in range(len(xs))]) for i in range(len(xs))])
 
 
 def combined(coefficients: Sequence[Array], vectors: Sequence[PyTree]) -> PyTree:
