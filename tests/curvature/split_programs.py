@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import curvax
-from curvax.curvature import ShardedCurvature
+from curvax.curvature import ShardedCurvature, whole_state
 
 jax.config.update("jax_enable_x64", True)
 DRAWN = np.random.default_rng(0)
@@ -84,22 +84,20 @@ def agree(found, expected):
 
 
 def check(count, mode):
-    whole, whole_state = of_kind(curvax.BlockDiagonalCurvature)
+    whole, initial = of_kind(curvax.BlockDiagonalCurvature)
     split, split_state = of_kind(ShardedCurvature, num_devices=count)
     assert sorted(len(shard.blocks) for shard in split.shards) == [1, 1, 2]
     assert {type(split.blocks[k]) for k in split._whole} == {curvax.ScaleAndShiftDiagonal}
     specs = split.specs("d", split_state)
     program = on_devices(count, split, split_state, specs, mode)
     state, products = program(split_state, PARAMS, X)
-    expected_state, expected = on_devices(count, whole, whole_state, P(), mode)(
-        whole_state, PARAMS, X
-    )
+    expected_state, expected = on_devices(count, whole, initial, P(), mode)(initial, PARAMS, X)
     agree(products, expected)
     eigen_apart = lambda state: [
         (own.cache.get("-1"), {k: x for k, x in vars(own).items() if k != "cache"})
         for own in state.blocks_states
     ]
-    agree(eigen_apart(split.whole_state(state)), eigen_apart(expected_state))
+    agree(eigen_apart(whole_state(split, state)), eigen_apart(expected_state))
     agree(split.to_dense_matrix(state), whole.to_dense_matrix(expected_state))
     agree(
         [jnp.sort(x) for x in split.block_eigenvalues(state, False)],
@@ -107,8 +105,8 @@ def check(count, mode):
     )
     if count == 3:  # All rows in one place are as good.
         alone, _ = jax.jit(functools.partial(run, split, None, mode))(split_state, PARAMS, X)
-        once, _ = jax.jit(functools.partial(run, whole, None, mode))(whole_state, PARAMS, X)
-        agree(eigen_apart(split.whole_state(alone)), eigen_apart(once))
+        once, _ = jax.jit(functools.partial(run, whole, None, mode))(initial, PARAMS, X)
+        agree(eigen_apart(whole_state(split, alone)), eigen_apart(once))
     if count == 8:
         rows = [shard.num_rows for shard in split.shards]
         assert rows == [8, 8, 8], rows

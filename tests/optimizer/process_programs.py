@@ -57,6 +57,21 @@ def check_steps():
     close(steps(make(multi_device=True, **OPTIONS), own), expected)
 
 
+def check_split():
+    """A state that is split among processes is saved whole by each, and split again."""
+    one, several = make(**OPTIONS), make(multi_device=True, shard_state=True, **OPTIONS)
+    found = []
+    for optimizer, batches in ((one, whole), (several, own)):
+        params = make_params()
+        state = optimizer.init(params, key(0), batches(0))
+        params, state, _ = train(optimizer, 3, params, state, batches=batches)
+        saved = jax.device_get(params), optimizer.whole_state(state)
+        restored = optimizer.split_state(saved[1]) if optimizer is several else saved[1]
+        params, state, _ = train(optimizer, 3, saved[0], restored, batches=batches, first=3)
+        found.append((*saved, jax.device_get(params), optimizer.whole_state(state)))
+    close(*found)
+
+
 def check_rest():
     """Everything but steps; and a mesh with a second axis, with arrays that all processes have."""
     options = OPTIONS | {"num_burnin_steps": 2}
@@ -98,6 +113,7 @@ def check_disagreement():
             optimizer.init(params, key(0), different)
 
 
-for check in (check_steps, check_disagreement) if sys.argv[4] == "some" else (check_rest,):
+CHECKS = {"some": (check_steps, check_disagreement), "split": (check_split,), "rest": (check_rest,)}
+for check in CHECKS[sys.argv[4]]:
     check()
 sys.stdout.write("all agree\n")

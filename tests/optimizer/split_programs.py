@@ -3,6 +3,7 @@
 The first argument is the name of a check; the others are its own.
 """
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -103,25 +104,71 @@ def check_inside(kind):
         close(step(params, state, key(1)), expected)
 
 
-def check_restored():
-    """A state goes on with as many devices as it was made for, and is refused otherwise."""
+def deep_optimizer(count, is_split=True, width=4):
+    """An optimizer of the deep network, and a state of it that was saved."""
+    params, batch = deep_params(width), jnp.ones((8, width))
+    options = {"mesh": mesh_of(count), "shard_state": is_split, "donate_buffers": False}
+    made = curvax.Optimizer(jax.value_and_grad(deep), l2_reg=0.0, **options)
+    return made, jax.tree.map(np.asarray, made.init(params, key(0), batch))
+
+
+def check_refused():
+    """A state that is split otherwise is refused, with words that say how to split it anew."""
     params, batch = deep_params(4), jnp.ones((8, 4))
+    (split, kept), (whole, other) = deep_optimizer(8), deep_optimizer(8, is_split=False)
 
-    def optimizer(count, is_split):
-        options = {"mesh": mesh_of(count), "shard_state": is_split, "donate_buffers": False}
-        made = curvax.Optimizer(jax.value_and_grad(deep), l2_reg=0.0, **options)
-        return made, jax.tree.map(np.asarray, made.init(params, key(0), batch))
+    def refused(words, optimizer, state):
+        with pytest.raises(ValueError, match=words):
+            optimizer.step(params, state, key(1), batch=batch, **GIVEN)
 
-    cases = {(8, True): "made without shard_state", (8, False): "made with shard_state=True"}
-    kept = optimizer(8, True)[1], optimizer(8, False)[1]
-    for (count, is_split), message in cases.items():
-        with pytest.raises(ValueError, match=message):
-            optimizer(count, is_split)[0].step(
-                params, kept[1] if is_split else kept[0], key(1), batch=batch, **GIVEN
-            )
-    for count in (1, 2):
-        with pytest.raises(ValueError, match="another number of devices"):
-            optimizer(count, True)[0].step(params, kept[0], key(1), batch=batch, **GIVEN)
+    refused(r"made without shard_state.* optimizer.split_state\(state\)", split, other)
+    refused(r"split among 8 devices.* optimizer.whole_state\(state\)", whole, kept)
+    for count in (1, 2, 4):
+        words = rf"split among 8 devices, but here are {count}.* optimizer.split_state\(state\)"
+        refused(words, deep_optimizer(count)[0], kept)
+    with pytest.raises(ValueError, match="split_state is for shard_state=True"):
+        whole.split_state(other)
+    with pytest.raises(ValueError, match="Call them outside of functions that are traced"):
+        jax.jit(split.whole_state)(kept)
+    with pytest.raises(ValueError, match="not one of this model"):
+        split.split_state(deep_optimizer(8, is_split=False, width=5)[1])
+    with pytest.raises(ValueError, match=r"has \[16\] rows of factors.* got \[8, 8\]"):
+        split.whole_state(deep_optimizer(8, width=5)[1])
+
+
+def check_moved(model, exact):
+    """Training goes on with any number of devices, with inverses that were computed before."""
+    options = RULES["fixed"] | {"use_exact_inverses": bool(int(exact)), "inverse_update_period": 3}
+    _, make_params, make_batch = MODELS[model]
+
+    def optimizer(**where):
+        made = optimizer_of(model, donate_buffers=False, **options, **where)
+        made.finalize(make_params(), key(0), make_batch(0, 8))
+        return made
+
+    plain = optimizer()
+    split = {count: optimizer(mesh=mesh_of(count), shard_state=True) for count in (1, 2, 8)}
+
+    def trained_by(*optimizers):
+        """Parameters and the whole state after two steps of each, saved and restored between."""
+        params = make_params()
+        state = optimizers[0].init(params, key(0), make_batch(0, 8))
+        for turn, own in enumerate(optimizers):
+            if turn:
+                params, state = pickle.loads(pickle.dumps(jax.device_get((params, state))))
+                state = own.whole_state(state) if own is plain else own.split_state(state)
+            for number in (2 * turn, 2 * turn + 1):
+                batch = make_batch(number, 8)
+                params, state, _ = own.step(params, state, key(number), batch=batch, **GIVEN)
+        return params, own.whole_state(state)
+
+    expected = trained_by(plain, plain, plain)
+    for order in ((2, 8, None), (None, 8, 1), (8, 2, 8)):  # None is one device, without a mesh.
+        params, state = trained_by(*(split.get(count, plain) for count in order))
+        close(params, expected[0])
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(state))
+        if exact == "0":  # Of eigenvectors the signs may differ.
+            close(state, expected[1])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ SLOW = pytest.mark.slow
         pytest.param("training transformer adaptive 8 Auto 1 0", marks=SLOW),
         "memory",
         "inside Auto",
-        "restored",
+        "refused",
+        "moved transformer 0",
+        pytest.param("moved cnn 1", marks=SLOW),
         pytest.param("inside Explicit", marks=SLOW),
     ],
 )

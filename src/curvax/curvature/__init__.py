@@ -25,6 +25,8 @@ from curvax.curvature._shard_state import by_leaf as by_leaf
 from curvax.curvature._sharded import (
     ShardedCurvature as ShardedCurvature,
     check_split as check_split,
+    split_state as split_state,
+    whole_state as whole_state,
 )
 from curvax.curvature._spectrum import (
     SpectralDensity as SpectralDensity,

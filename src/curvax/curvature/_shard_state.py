@@ -25,6 +25,7 @@ __all__ = [
     "averaged",
     "by_leaf",
     "initial",
+    "of_states_of_blocks",
     "product_with",
     "refreshed",
     "states_of_blocks",
@@ -177,7 +178,10 @@ def averaged(
 
 
 def states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
-    """The states that the blocks would have by themselves, from a state with all rows."""
+    """The states that the blocks would have by themselves, from a state with all rows.
+
+    They are on the host if that is.
+    """
     split = lambda x: shard.of_blocks(shard.from_rows(x))
     factors = {name: split(x) for name, x in own.factors.items()}
     caches = {key: {name: split(x) for name, x in kept.items()} for key, kept in own.cache.items()}
@@ -185,14 +189,36 @@ def states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
     def state(number: int, block: TwoKroneckerFactored) -> Any:
         stack = block.kronecker.inputs.stack
         shaped = lambda units: units[number].reshape(*stack, *units[number].shape[1:])
+        weight, refused = own.weight[number, ...], own.refused[number, ...]
         averages = {
-            name: WeightedMovingAverage(own.weight[number], shaped(x), own.refused[number])
-            for name, x in factors.items()
+            name: WeightedMovingAverage(weight, shaped(x), refused) for name, x in factors.items()
         }
         cache = {key: {name: shaped(x) for name, x in kept.items()} for key, kept in caches.items()}
         return block.State(cache=cache, **averages)
 
     return [state(number, block) for number, block in enumerate(shard.blocks)]
+
+
+def of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
+    """A state with all rows, on the host, from those of the blocks by themselves."""
+    stacks = [block.kronecker.inputs.stack for block in shard.blocks]
+
+    def rows(arrays: Sequence[Any]) -> Any:
+        pairs = zip(stacks, map(np.asarray, arrays), strict=True)
+        units = [x.reshape(-1, *x.shape[len(stack) :]) for stack, x in pairs]
+        return shard.to_rows_on_host(np.concatenate(units))
+
+    factors = {name: [getattr(state, name) for state in states] for name in _NAMES}
+    caches = [state.cache for state in states]
+    return ShardState(
+        factors={name: rows([x.raw_value for x in own]) for name, own in factors.items()},
+        cache={
+            key: {name: rows([cache[key][name] for cache in caches]) for name in kept}
+            for key, kept in caches[0].items()
+        },
+        weight=np.stack([np.asarray(x.weight) for x in factors[_NAMES[0]]]),
+        refused=np.stack([np.asarray(x.refused) for x in factors[_NAMES[0]]]),
+    )
 
 
 def _scale(own: ShardState) -> Array:

@@ -7,11 +7,12 @@ computed where these are, and sent to all. Blocks of other kinds are the same on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -20,6 +21,7 @@ from curvax._types import Array, PyTree
 from curvax.blocks import (
     MatrixPower,
     Powers,
+    TwoKroneckerFactored,
     powers_of,
 )
 from curvax.curvature._block_diagonal import BlockDiagonalCurvature, Update
@@ -30,6 +32,7 @@ from curvax.curvature._shard_state import (
     averaged,
     by_leaf,
     initial,
+    of_states_of_blocks,
     product_with,
     refreshed,
     states_of_blocks,
@@ -37,7 +40,7 @@ from curvax.curvature._shard_state import (
 from curvax.curvature._shards import Shard, shards_of
 from curvax.curvature._structure import Structure
 
-__all__ = ["ShardedCurvature", "check_split"]
+__all__ = ["ShardedCurvature", "check_split", "split_state", "whole_state"]
 
 
 class ShardedCurvature(BlockDiagonalCurvature):
@@ -62,9 +65,11 @@ class ShardedCurvature(BlockDiagonalCurvature):
         Attributes:
             blocks_states: the state of each block, and None for those that are split.
             shards: the factors of all others, by their shapes.
+            num_devices: among how many devices they are split.
         """
 
         shards: tuple[Any, ...]
+        num_devices: int = field(metadata={"static": True})
 
     def __init__(
         self, *args: Any, num_devices: int, axis_name: str | None = None, **options: Any
@@ -115,7 +120,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
         pairs = zip(self._shards, self.num_rows, strict=True)
         shards = [initial(shard, *powers, rows) for shard, rows in pairs]
-        return self.State(tuple(whole), tuple(shards))
+        return self.State(tuple(whole), tuple(shards), self._num_devices)
 
     def update_cache(
         self,
@@ -139,20 +144,12 @@ class ShardedCurvature(BlockDiagonalCurvature):
         options = (exact_powers, approx_powers, eigenvalues, pmap_axis_name)
         return super().update_cache(state, identity_weight, *options, blocks=blocks)
 
-    def whole_state(self, state: Any) -> Any:
-        """The state that `BlockDiagonalCurvature` would have, from one with all rows."""
-        states = list(state.blocks_states)
-        for shard, own in zip(self._shards, state.shards, strict=True):
-            for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
-                states[number] = found
-        return BlockDiagonalCurvature.State(tuple(states))
-
     def block_eigenvalues(self, state: Any, use_cached: bool) -> tuple[Array, ...]:
         self._check_no_eigenvalues(use_cached)
-        return super().block_eigenvalues(self.whole_state(state), use_cached)
+        return super().block_eigenvalues(whole_state(self, state), use_cached)
 
     def to_diagonal_block_dense_matrix(self, state: Any) -> tuple[Array, ...]:
-        return super().to_diagonal_block_dense_matrix(self.whole_state(state))
+        return super().to_diagonal_block_dense_matrix(whole_state(self, state))
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         made = super()._make(func_args)
@@ -182,7 +179,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         for shard, own in zip(self._shards, state.shards, strict=True):
             mats = [
                 block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[number]])
-                for number, block in zip(shard.numbers, shard.blocks, strict=True)
+                for number, block in shard.numbered
             ]
             x = shard.mine(shard.units(mats, 2), axis)
             weight = shard.mine(self._weights(shard, weights), axis)
@@ -199,7 +196,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         estimates = [
             [
                 block.estimate(terms[number], sites[number], how[2])
-                for number, block in zip(shard.numbers, shard.blocks, strict=True)
+                for number, block in shard.numbered
             ]
             for shard in self._shards
         ]
@@ -210,8 +207,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
         """What is added to the diagonals, for each unit."""
-        pairs = zip(shard.numbers, shard.blocks, strict=True)
-        scaled = [jnp.asarray(weights[n]) / block.fixed_scale() for n, block in pairs]
+        scaled = [jnp.asarray(weights[n]) / block.fixed_scale() for n, block in shard.numbered]
         return shard.per_unit(jnp.stack(scaled))
 
     def _check_no_eigenvalues(self, wanted: bool) -> None:
@@ -222,27 +218,78 @@ class ShardedCurvature(BlockDiagonalCurvature):
             )
 
 
+def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
+    """The state that `BlockDiagonalCurvature` would have, from one with all rows.
+
+    It may be split among other devices than those of the estimator, or be whole already.
+    """
+    if not isinstance(state, ShardedCurvature.State):
+        return state
+    blocks = estimator.blocks or ()
+    shards = shards_of(blocks, state.num_devices)
+    _check_rows(state, [shard.num_rows for shard in shards])
+    states = list(state.blocks_states)
+    for shard, own in zip(shards, state.shards, strict=True):
+        for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
+            states[number] = found
+    return BlockDiagonalCurvature.State(tuple(states))
+
+
+def split_state(estimator: ShardedCurvature, state: Any) -> Any:
+    """The state of the estimator with all rows, on the host, from one that is whole."""
+    states = list(state.blocks_states)
+    pairs = [pair for shard in estimator.shards for pair in shard.numbered]
+    is_known = len(states) == estimator.num_blocks
+    if not is_known or not all(_fits(block, states[number]) for number, block in pairs):
+        raise ValueError(
+            "curvax: the state is not one of this model, whose blocks are of other shapes. Make a "
+            "new one with init."
+        )
+    shards = [
+        of_states_of_blocks(shard, [states[number] for number in shard.numbers])
+        for shard in estimator.shards
+    ]
+    for number, _ in pairs:
+        states[number] = None
+    return ShardedCurvature.State(tuple(states), tuple(shards), estimator.num_devices)
+
+
 def check_split(estimator: BlockDiagonalCurvature, state: Any) -> None:
     """Check that a state is split as an estimator expects it, or whole if it expects that."""
-    is_split = isinstance(state, ShardedCurvature.State)
+    count = state.num_devices if isinstance(state, ShardedCurvature.State) else None
     if not isinstance(estimator, ShardedCurvature):
-        if is_split:
+        if count is not None:
             raise ValueError(
-                "curvax: the state was made with shard_state=True, and is split among devices. Say "
-                "shard_state=True here, too, with as many devices."
+                f"curvax: the state was made with shard_state=True, and is split among {count} "
+                f"devices. Say shard_state=True here, too, or make it whole: "
+                f"state = optimizer.whole_state(state)."
             )
         return
-    if not is_split:
+    if count is None:
         raise ValueError(
             "curvax: the state was made without shard_state=True, and is whole on every device. "
-            "Leave shard_state out, or make a new state with init."
+            "Leave shard_state out, or split it: state = optimizer.split_state(state)."
         )
-    expected = estimator.num_rows
+    if count != estimator.num_devices:
+        raise ValueError(
+            f"curvax: the state is split among {count} devices, but here are "
+            f"{estimator.num_devices}. Split it anew: state = optimizer.split_state(state)."
+        )
+    _check_rows(state, estimator.num_rows)
+
+
+def _fits(block: TwoKroneckerFactored, state: Any) -> bool:
+    sides = block.kronecker.inputs, block.kronecker.outputs
+    return isinstance(state, block.State) and [side.shape for side in sides] == [
+        np.shape(average.raw_value) for average in block.averages(state)
+    ]
+
+
+def _check_rows(state: Any, expected: Sequence[int]) -> None:
     found = [own.factors["inputs_factor"].shape[0] for own in state.shards]
     if found != expected:
         raise ValueError(
-            f"curvax: a state that is split among {estimator.num_devices} devices has {expected} "
-            f"rows of factors, one number for each of their shapes, got {found}. It was made for "
-            f"another number of devices, or for another model: go on with as many devices as it "
-            f"was made for, or make a new one with init."
+            f"curvax: a state of this model that is split among {state.num_devices} devices has "
+            f"{expected} rows of factors, one number for each of their shapes, got {found}. It was "
+            f"made for another model: make a new one with init."
         )

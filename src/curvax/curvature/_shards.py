@@ -35,6 +35,11 @@ class Shard:
     """How many rows each device has."""
 
     @property
+    def numbered(self) -> list[tuple[int, TwoKroneckerFactored]]:
+        """The blocks with their numbers."""
+        return list(zip(self.numbers, self.blocks, strict=True))
+
+    @property
     def lengths(self) -> list[int]:
         """How many units each block has."""
         return [_num_units(block) for block in self.blocks]
@@ -74,21 +79,23 @@ class Shard:
         return values.astype(self.dtype)[np.repeat(np.arange(len(self.blocks)), self.lengths)]
 
     def of_blocks(self, units: Array) -> list[Array]:
-        """The units of each block."""
-        return jnp.split(units, np.cumsum(self.lengths)[:-1])
+        """The units of each block; also on the host."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [units[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
     def to_rows(self, units: Array) -> Array:
         """The rows of all devices, from all units; the others are zero."""
         return self._filled(units, self._slots.reshape(-1))
 
+    def to_rows_on_host(self, units: np.ndarray) -> np.ndarray:
+        """As `to_rows`, by NumPy."""
+        rows = np.zeros((self.num_rows, *units.shape[1:]), units.dtype)
+        rows[self._row_of_unit] = units
+        return rows
+
     def from_rows(self, rows: Array) -> Array:
-        """All units, from the rows of all devices."""
-        where = {
-            unit: self.rows * d + k
-            for d, own in enumerate(self.places)
-            for k, unit in enumerate(own)
-        }
-        return rows[np.asarray([where[unit] for unit in range(sum(self.lengths))])]
+        """All units, from the rows of all devices; also on the host."""
+        return rows[self._row_of_unit]
 
     def mine(self, units: Array, axis: str | None) -> Array:
         """The rows of the device that asks, from all units; without an axis all rows."""
@@ -121,6 +128,15 @@ class Shard:
         more the more devices there are.
         """
         return self.num_rows > 2 * sum(self.lengths)
+
+    @property
+    def _row_of_unit(self) -> np.ndarray:
+        where = {
+            unit: self.rows * d + k
+            for d, own in enumerate(self.places)
+            for k, unit in enumerate(own)
+        }
+        return np.asarray([where[unit] for unit in range(sum(self.lengths))])
 
     @property
     def _slots(self) -> np.ndarray:

@@ -124,8 +124,11 @@ class Devices:
     def placed(self, program: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a program on the devices, the batch split and all others whole."""
         self._check(program, args)
-        put = lambda leaf, position: self._moved(placed(self._along, leaf, position))
-        return {name: _by_leaf(put, name, tree) for name, tree in args.items()}
+
+        def put(name: str, leaf: Any, position: int | None) -> Any:
+            return self._moved(placed(self._along, leaf, position, has_all=name != _BATCH))
+
+        return {n: _by_leaf(functools.partial(put, n), n, tree) for n, tree in args.items()}
 
     def run(self, program: Callable[..., Any], args: Mapping[str, Any]) -> Any:
         """The results of a compiled program, on the mesh that was given."""

@@ -1,17 +1,25 @@
 """What the optimizer tells beside steps: properties, checks, losses and quadratic models."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, PyTree
-from curvax.curvature import BlockDiagonalCurvature
+from curvax.curvature import (
+    BlockDiagonalCurvature,
+    ShardedCurvature,
+    split_state,
+    whole_state,
+)
 from curvax.optimizer._facade import Facade
-from curvax.optimizer._programs import is_traced
+from curvax.optimizer._programs import check_alive, is_traced
 from curvax.optimizer._rules import Given
 from curvax.optimizer._state import OptimizerState
 from curvax.optimizer._step import Algorithm
+from curvax.parallel import gathered
 
 __all__ = ["Quantities"]
 
@@ -77,6 +85,48 @@ class Quantities(Facade):
         """Whether the next step adapts the damping (if that is adaptive)."""
         return jnp.asarray(self._settings.adaptation.is_due(state.step_counter))
 
+    def whole_state(self, state: OptimizerState) -> OptimizerState:
+        """A state that is split among devices (`shard_state=True`), as one that is not.
+
+        It is on the host, as arrays of NumPy's: to be saved, to go on without `shard_state`, or, by
+        `split_state`, with another number of devices. Of several processes all must call it.
+
+        Arguments:
+            state: a state for the same function, split among any number of devices, or whole.
+
+        Returns:
+            The whole state.
+
+        Raises:
+            ValueError: if the optimizer was not used yet, or if the state is that of another model.
+        """
+        self._check_movable(state)
+        host = jax.tree.map(gathered, state)
+        return replace(host, estimator_state=whole_state(self.estimator, host.estimator_state))
+
+    def split_state(self, state: OptimizerState) -> OptimizerState:
+        """A state as this optimizer (with `shard_state=True`) splits it among its devices.
+
+        It is on the host, as what `whole_state` returns; `step` gives each device its share.
+
+        Arguments:
+            state: a state for the same function, split among any number of devices, or whole.
+
+        Returns:
+            The state for as many devices as the optimizer has.
+
+        Raises:
+            ValueError: as `whole_state`; and if the optimizer has no `shard_state`.
+        """
+        estimator = self.estimator
+        if not isinstance(estimator, ShardedCurvature):
+            raise ValueError(
+                f"{self._where}: split_state is for shard_state=True, but this optimizer goes on "
+                f"with a whole state: state = optimizer.whole_state(state)."
+            )
+        whole = self.whole_state(state)
+        return replace(whole, estimator_state=split_state(estimator, whole.estimator_state))
+
     def compute_loss_value(self, func_args: Sequence[PyTree]) -> Array:
         """The loss, for arguments of `value_and_grad_func`."""
         loss = lambda algorithm: lambda *func_args: algorithm.loss(func_args)
@@ -132,6 +182,14 @@ class Quantities(Facade):
         model = lambda algorithm: lambda *args: tuple(algorithm.approx_model(*args))
         args = {"state": state, "vectors": list(vectors), "grads": grads}
         return self._computed("approximate model", model, args)
+
+    def _check_movable(self, state: OptimizerState) -> None:
+        check_alive(state)
+        if is_traced(state):
+            raise ValueError(
+                f"{self._where}: whole_state and split_state move arrays to the host. Call them "
+                f"outside of functions that are traced."
+            )
 
     def _named(self, func_args: Sequence[PyTree]) -> dict[str, PyTree]:
         """Arguments of the function by name."""

@@ -4,6 +4,7 @@ from curvax.parallel._mesh import Axis as Axis, MeshAxis as MeshAxis
 from curvax.parallel._own_rows import own_rows as own_rows
 from curvax.parallel._placement import (
     Agreement as Agreement,
+    gathered as gathered,
     is_placed as is_placed,
     placed as placed,
 )

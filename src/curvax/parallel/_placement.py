@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.parallel._mesh import MeshAxis
 
-__all__ = ["Agreement", "is_placed", "placed"]
+__all__ = ["Agreement", "gathered", "is_placed", "placed"]
 
 SECONDS = 300
 """For how long to wait for other processes to have new shapes, too."""
@@ -30,10 +31,11 @@ def is_placed(leaf: Any) -> bool:
     return _compat.is_tracer(leaf) or (isinstance(leaf, jax.Array) and leaf.committed)
 
 
-def placed(along: MeshAxis, leaf: Any, position: int | None) -> Any:
+def placed(along: MeshAxis, leaf: Any, position: int | None, *, has_all: bool = False) -> Any:
     """An array on the devices of a mesh, split along an axis of its own, or whole on each.
 
-    A Python number stays one: it has no dtype yet.
+    With `has_all`, each process has all of it, also of what is split. A Python number stays one: it
+    has no dtype yet.
     """
     if is_placed(leaf) or isinstance(leaf, bool | int | float | complex):
         return leaf
@@ -41,8 +43,19 @@ def placed(along: MeshAxis, leaf: Any, position: int | None) -> Any:
     if not along.is_shared:
         return jax.device_put(leaf, sharding)
     own = np.asarray(_compat.unwrap_keys(leaf) if isinstance(leaf, jax.Array) else leaf)
-    whole = jax.make_array_from_process_local_data(sharding, own)
+    shape = own.shape if has_all else None
+    whole = jax.make_array_from_process_local_data(sharding, own, shape)
     return _compat.wrap_keys(whole, leaf)
+
+
+def gathered(leaf: Any) -> Any:
+    """An array that is on devices, also of other processes, as one of NumPy's; else as it is."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and not leaf.is_fully_addressable:
+        leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+    return np.asarray(leaf)
 
 
 class Agreement:
