@@ -203,21 +203,22 @@ def _resolution(size: int, dtype: jnp.dtype) -> float:
 
 @shared
 def _is_inverse(matrix: Array, inverse: Array) -> Array:
-    """Whether `inverse @ matrix @ vector` is near the vector, for four of them.
+    """Whether `vector @ matrix @ inverse` is near the vector, for four of them.
 
     Two vectors have a part in all directions. The others are what the matrix makes of them, where
     the largest eigenvalues have the most part. What is wrong with an inverse by factorisation shows
-    there: it is as if the matrix had changed by about its rounding. Nearly all of it is products
-    with two vectors at once, as products with several are not compiled, unlike those with one.
+    there: it is as if the matrix had changed by about its rounding. Nearly all of it is products of
+    matrices with two rows at once, as those are not compiled, unlike products of vectors, or
+    products along columns where the result is small.
     """
-    rows = np.arange(matrix.shape[-1])[:, None]
-    some = jnp.asarray(np.cos(rows**2 + np.array([[1.0, 2.0]])), matrix.dtype)
-    some = jnp.broadcast_to(some, (*matrix.shape[:-1], 2))
-    products = matrix @ some
+    columns = np.arange(matrix.shape[-1])
+    some = jnp.asarray(np.cos(columns**2 + np.array([[1.0], [2.0]])), matrix.dtype)
+    some = jnp.broadcast_to(some, (*matrix.shape[:-2], 2, matrix.shape[-1]))
+    products = some @ matrix
     # Squares of what is very large or very small are not numbers any more.
     size = jnp.trace(_gram(some, products), axis1=-2, axis2=-1)[..., None, None]
     others = products / jnp.where(size > 0, size, 1)
-    return _are_near(inverse @ products, some) & _are_near(inverse @ (matrix @ others), others)
+    return _are_near(products @ inverse, some) & _are_near(others @ matrix @ inverse, others)
 
 
 def _are_near(found: Array, vectors: Array) -> Array:
@@ -227,14 +228,14 @@ def _are_near(found: Array, vectors: Array) -> Array:
     """
     lengths = _gram(vectors, vectors)
     # To rounding, which is far less than what is small here.
-    squares = _gram(found, found) - 2 * _gram(vectors, found) + lengths
+    squares = _gram(found, found) - 2 * _gram(found, vectors) + lengths
     are_near = squares <= LARGEST_RESIDUAL**2 * lengths
     return jnp.all(diagonal(are_near), axis=-1)
 
 
 def _gram(x: Array, y: Array) -> Array:
     """All products of one of these vectors with one of those."""
-    return jnp.matrix_transpose(x) @ y
+    return x @ jnp.matrix_transpose(y)
 
 
 def _scaled(matrix: Array, scale: Array) -> Array:

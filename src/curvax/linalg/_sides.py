@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from curvax._types import Array
@@ -60,10 +59,7 @@ class Side(abc.ABC):
 
     def mean(self, matrix: Array) -> Array:
         """The mean of the eigenvalues of each matrix."""
-        # As a product, for which nothing is compiled; it would be with a single column.
-        part = jnp.asarray(np.tile([1 / max(self.size, 1), 0], (self.size, 1)), matrix.dtype)
-        diagonal = self.diagonal(matrix)[..., None, :]
-        return jnp.matmul(diagonal, part, precision="highest")[..., 0, 0]
+        return self.trace(matrix) / max(self.size, 1)
 
     @abc.abstractmethod
     def power(
