@@ -215,7 +215,9 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 def _product(left: Array, right: Array, precision: lax.PrecisionLike) -> Array:
     """`left.T @ right`, of matrices whose rows are along two axes."""
-    rows = (((0, 1), (0, 1)), ((), ()))
+    # With one axis of rows the compiler does not transpose the left matrix first.
+    left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
+    rows = (((0,), (0,)), ((), ()))
     return lax.dot_general(left, right, rows, precision, accumulation_dtype(left.dtype))
 
 
