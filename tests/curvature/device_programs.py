@@ -39,8 +39,8 @@ def precondition(estimator, state, mode, axis_name, params, x):
     return state, products
 
 
-def check(mode, check_vma, distributed):
-    options = {"distributed_multiplies": distributed, "distributed_cache_updates": distributed}
+def check(mode, check_vma, distributed, **options):
+    options |= {"distributed_multiplies": distributed, "distributed_cache_updates": distributed}
     estimator = curvax.BlockDiagonalCurvature(loss, **options)
     state = jax.jit(lambda: estimator.init(jax.random.key(0), (PARAMS, X), -0.5, -1, True))()
     run = functools.partial(precondition, estimator, state, mode)
@@ -58,8 +58,8 @@ def check(mode, check_vma, distributed):
         np.testing.assert_allclose(a, b, 1e-8, 1e-10)
 
 
-def check_gradients_of_all(check_vma):
-    """Of a generic parameter, the gradient of all examples of a device is squared, for each."""
+def check_own_keys(check_vma):
+    """With a key for each device, too, squares of sums over all examples are right on average."""
 
     def generic(params, x):
         curvax.register_normal_predictive_distribution(x * jnp.exp(params), variance=1.0)
@@ -82,9 +82,9 @@ def check_gradients_of_all(check_vma):
     assert abs(jnp.mean(values) - 1) < 0.1, jnp.mean(values)
 
 
-def check_whole(check_vma):
+def check_whole(mode, check_vma):
     """The whole matrix, from gradients of single examples."""
-    estimator = curvax.ExplicitExactCurvature(loss)
+    estimator = curvax.ExplicitExactCurvature(loss, default_estimation_mode=mode)
     state = jax.jit(lambda: estimator.init(jax.random.key(0), (PARAMS, X), None, None))()
 
     def update(axis_name, params, x):
@@ -99,8 +99,12 @@ def check_whole(check_vma):
 
 
 for check_vma in (False, True):
-    check_gradients_of_all(check_vma)
-    check_whole(check_vma)
+    check_own_keys(check_vma)
+    check_whole("fisher_exact", check_vma)
+    check_whole("fisher_gradients", check_vma)
     check("fisher_exact", check_vma, distributed=True)
+    # One key for all: what is drawn belongs to an example of the whole batch.
+    check("fisher_gradients", check_vma, distributed=True)
+    check("ggn_curvature_prop", check_vma, distributed=True, register_only_generic=True)
 check("ggn_exact", check_vma=False, distributed=False)
 sys.stdout.write("estimates agree\n")

@@ -23,8 +23,8 @@ PROGRAMS = Path(__file__).with_name("split_programs.py")
 @pytest.mark.parametrize(
     ("mode", "counts"),
     [
-        ("fisher_exact", ["2"]),
-        pytest.param("fisher_exact", ["1", "3", "8"], marks=pytest.mark.slow),
+        ("fisher_gradients", ["2"]),
+        pytest.param("fisher_exact", ["1", "2", "3", "8"], marks=pytest.mark.slow),
         pytest.param("fisher_empirical", ["2", "8"], marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,6 @@ from curvax.curvature._operators import (
     as_linear_operator as as_linear_operator,
 )
 from curvax.curvature._report import CurvatureReport as CurvatureReport
-from curvax.curvature._rows import shared_batch as shared_batch
 from curvax.curvature._shard_state import by_leaf as by_leaf
 from curvax.curvature._sharded import (
     ShardedCurvature as ShardedCurvature,

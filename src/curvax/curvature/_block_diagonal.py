@@ -32,6 +32,7 @@ from curvax.curvature._passes import (
     updated_by_data,
     with_batch_terms,
 )
+from curvax.curvature._rows import Share
 from curvax.curvature._structure import BlockCtor, Structure
 from curvax.linalg import computed
 from curvax.parallel import share_out
@@ -252,7 +253,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         """The state after an update."""
         layers, blocks = self._layers(func_args), self._known.blocks
         states = state.blocks_states
-        drawn = draws(layers.at, mode, rng, self._num_samples)
+        drawn = draws(layers.at, mode, rng, self._share(func_args, how), self._num_samples)
         if any(map(has_own_update, blocks)):
             self._check_at_once()
             passes = num_passes(mode, drawn)
@@ -262,8 +263,12 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
             terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
         else:
             terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
-        terms = with_batch_terms(layers, states, terms, batch_sums)
+        terms = with_batch_terms(layers, states, terms, batch_sums, how[3])
         return self._taken_in(state, terms, layers.sites, how)
+
+    def _share(self, func_args: Sequence[PyTree], how: Update) -> Share:
+        """What there is of the batch, if devices share it."""
+        return Share(length_of(self._batch.of(func_args)), how[3])
 
     @property
     def _whole(self) -> Sequence[int]:

@@ -177,7 +177,8 @@ class CurvatureEstimator(abc.ABC):
             ema_old: what the estimate so far is multiplied with.
             ema_new: the weight of the new one. The estimate is divided by the sum of weights.
             batch_size: the number of examples (of this device).
-            rng: a key for whatever is random.
+            rng: a key for whatever is random; one for all devices, which draw for each example by
+                its number in the whole batch.
             func_args: the arguments of the function.
             pmap_axis_name: the name of a mapped axis to average over, if there is one.
             estimation_mode: what to estimate, and how. None for `default_estimation_mode`.

@@ -23,10 +23,14 @@ from curvax.curvature._block_diagonal import BlockDiagonalCurvature, Update
 from curvax.curvature._microbatches import axes_of, length_of
 from curvax.curvature._modes import draws, num_passes, sweeps
 from curvax.curvature._passes import at_devices
+from curvax.curvature._rows import Share, row_numbers
 from curvax.curvature._structure import BlockCtor, Structure
 from curvax.tags import generic_tag
 
 __all__ = ["ExplicitExactCurvature"]
+
+_ALONE = Share(1, None)
+"""An example that is a batch of its own."""
 
 
 class ExplicitExactCurvature(BlockDiagonalCurvature):
@@ -114,7 +118,9 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
             in_axes=[axes_of(batch), 0],
             **self._sizes_for(func_args, mode),
         )
-        keys = jax.random.split(rng, length_of(batch))
+        share = self._share(func_args, how)
+        numbers = row_numbers(share.num_examples, (), share)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
         return self._taken_in(state, [terms], [block.sites_of({})], how)
 
@@ -139,7 +145,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         if not self._at_once:
             return self._sizes
         at = self._traced.at(self._first_example(func_args))
-        rows = num_passes(mode, draws(at, mode, jax.random.key(0)), row_by_row=True)
+        rows = num_passes(mode, draws(at, mode, jax.random.key(0), _ALONE), row_by_row=True)
         size = get_max_parallel_elements() // max(self.dim * rows, 1)
         length = length_of(self._batch.of(func_args))
         return {"microbatch_size": min(max(size, 1), max(length, 1))}
@@ -169,7 +175,9 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         """The gradients of a batch of one example in all passes, by parameter."""
         at = at_devices(self._traced, func_args, self.params_index)
         dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
-        passes = sweeps(at, (dependants, others), mode, draws(at, mode, key), row_by_row=True)
+        passes = sweeps(
+            at, (dependants, others), mode, draws(at, mode, key, _ALONE), row_by_row=True
+        )
         each = [
             lax.map(lambda k, s=sweep: transposed(s.cotangents(k))[0], jnp.arange(sweep.count))
             for sweep in passes

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._types import Array
-from curvax.curvature._rows import row_numbers
+from curvax.curvature._rows import Share, row_numbers
 from curvax.tracing import LossMap
 
 __all__ = ["MODES", "Cotangents", "Sweep", "check_mode", "draws", "num_passes", "sweeps"]
@@ -61,7 +61,7 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def draws(at: LossMap, mode: str, rng: Array, num_samples: int = 1) -> list[Array]:
+def draws(at: LossMap, mode: str, rng: Array, share: Share, num_samples: int = 1) -> list[Array]:
     """What is random in a mode: for each loss an array with a row for each of its own.
 
     In modes that are on average right only, there are several samples, along the second axis.
@@ -86,7 +86,7 @@ def draws(at: LossMap, mode: str, rng: Array, num_samples: int = 1) -> list[Arra
     drawn = []
     keys = jax.random.split(rng, len(shapes))
     for key, (count, *rest), stack in zip(keys, shapes, at.stacks, strict=True):
-        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack))
+        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack, share))
         if mode == "fisher_gradients":
             one = lambda k, shape=tuple(rest): jax.random.split(k, shape)
         else:

@@ -135,10 +135,14 @@ def sum_of_terms(
 
 
 def with_batch_terms(
-    layers: Layers, states: Sequence[Any], terms: Terms, batch_sums: Sequence[Any]
+    layers: Layers,
+    states: Sequence[Any],
+    terms: Terms,
+    batch_sums: Sequence[Any],
+    axis_name: str | None,
 ) -> Terms:
-    """The terms of all blocks, also of those that are of sums over the whole batch."""
-    found, batch_sums = list(terms), sum_of_shares(list(batch_sums))
+    """The terms of all blocks, also of those that are of sums over the batch of all devices."""
+    found, batch_sums = list(terms), sum_of_shares(list(batch_sums), axis_name)
     for number, block in enumerate(layers.blocks):
         if not block.sums_batch:
             continue

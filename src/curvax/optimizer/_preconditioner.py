@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, PyTree
-from curvax.curvature import BlockDiagonalCurvature, length_of, shared_batch
+from curvax.curvature import BlockDiagonalCurvature
 from curvax.optimizer._turns import is_turn, run_if
 from curvax.optimizer._vectors import combined, inner_products, number_type
 from curvax.parallel import shares
@@ -88,10 +88,9 @@ class Preconditioner:
         there is nothing to choose from or to copy.
         """
         old, new = jnp.where(is_fine, self.schedules.ema, 1.0), jnp.where(is_fine, 1.0, 0.0)
-        with shared_batch(self.axis, length_of(func_args[-1])):
-            return self.estimator.update_curvature_matrix_estimate(
-                state, old, new, batch_size, rng, func_args, self.axis
-            )
+        return self.estimator.update_curvature_matrix_estimate(
+            state, old, new, batch_size, rng, func_args, self.axis
+        )
 
     def updated_in_turn(
         self, state: Any, step: Any, is_stale: Any, *args: Any, is_fine: Any = True
