@@ -218,10 +218,12 @@ class Step:
                 yield rows, math.prod(side.stack), rows**2 * jnp.dtype(block.dtype).itemsize
 
     def _collectives(self) -> Iterator[Collective]:
-        gradient = size(self.model.params) - size(self.model.repeated)
-        yield Collective("gradient", "all-reduce", gradient)
-        whole = [x for block, own in self.whole for x in block.averages(own)]
-        yield Collective("statistics", "all-reduce", size([x.raw_value for x in whole]))
+        repeated = size(self.model.repeated)
+        yield Collective("gradient", "all-reduce", size(self.model.params) - repeated)
+        whole = size([x.raw_value for block, own in self.whole for x in block.averages(own)])
+        if not self.plan.splits_state:  # Otherwise factors are parts of what differs.
+            repeated += size(self.model.repeated_inputs)
+        yield Collective("statistics", "all-reduce", whole - repeated)
         flags = [jax.ShapeDtypeStruct((len(shard.blocks),), jnp.int32) for shard in self.shards]
         yield Collective("statistics", "all-reduce", size(flags))  # Which blocks are finite.
         for shard, own in zip(self.shards, self.state.shards if self.shards else (), strict=True):

@@ -25,7 +25,12 @@ class Model:
     example: Any
     """The shapes of what belongs to one example."""
     repeated: Any = ()
-    """Parameters whose gradients are equal to those of others; compilers send these once."""
+    """Parameters whose gradients are equal to those of others, and so are squares of these.
+
+    Compilers send them once.
+    """
+    repeated_inputs: Any = ()
+    """Factors of the inputs of layers that are equal to those of others, likewise."""
 
     def batch(self, length: int) -> Any:
         """A batch of so many examples."""
@@ -125,7 +130,9 @@ def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Mode
 
     # Shifts of both branches of a block are added to the same sum.
     repeated = [p["beside"]["shift"] for p in blocks if "beside" in p]
-    return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)), repeated)
+    # Both branches of the first one begin with all pixels of the same images.
+    inputs = [array(width, width)]
+    return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)), repeated, inputs)
 
 
 def cross_entropy(logits: Any, classes: Any) -> Any:
