@@ -84,15 +84,22 @@ def draws(at: LossMap, mode: str, rng: Array, share: Share, num_samples: int = 1
 
     jax.eval_shape(look, at.params)
     drawn = []
-    keys = jax.random.split(rng, len(shapes))
+    keys = _split(rng, (len(shapes),))
     for key, (count, *rest), stack in zip(keys, shapes, at.stacks, strict=True):
         rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack, share))
         if mode == "fisher_gradients":
-            one = lambda k, shape=tuple(rest): jax.random.split(k, shape)
+            one = lambda k, shape=tuple(rest): _split(k, shape)
         else:
             one = lambda k, shape=tuple(rest): jax.random.rademacher(k, shape, jnp.float32)
         drawn.append(jax.vmap(one)(rows))
     return drawn
+
+
+def _split(key: Array, shape: tuple[int, ...]) -> Array:
+    """As many keys; a single one is the key itself, for which nothing has to be compiled."""
+    return (
+        jax.random.split(key, shape) if math.prod(shape) != 1 else key.reshape(*shape, *key.shape)
+    )
 
 
 def sweeps(
