@@ -7,6 +7,7 @@ other modules to that.
 
 from curvax._compat._arrays import (
     filled_like,
+    has_automatic_axes,
     is_key,
     is_tracer,
     is_tracing,
@@ -17,6 +18,7 @@ from curvax._compat._arrays import (
     resized,
     shape_of,
     sharding_of,
+    undivided,
     unplaced,
     unsharded_along,
     unwrap_keys,
@@ -86,6 +88,7 @@ __all__ = [
     "gathered",
     "gathered_texts",
     "gathered_whole",
+    "has_automatic_axes",
     "has_effects",
     "inner_program",
     "is_bound",
@@ -113,6 +116,7 @@ __all__ = [
     "trace_with_constants",
     "tracing_context",
     "true_account",
+    "undivided",
     "unjitted",
     "unplaced",
     "unsharded_along",

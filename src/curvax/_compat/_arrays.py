@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
     "filled_like",
+    "has_automatic_axes",
     "is_key",
     "is_tracer",
     "is_tracing",
@@ -28,6 +29,7 @@ __all__ = [
     "resized",
     "shape_of",
     "sharding_of",
+    "undivided",
     "unplaced",
     "unsharded_along",
     "unwrap_keys",
@@ -122,6 +124,19 @@ def unsharded_along(x: Array, axis: int) -> Array:
         return x
     spec[axis] = None
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def has_automatic_axes() -> bool:
+    """Whether there is a mesh with axes along which the compiler splits arrays as it likes."""
+    return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+
+
+def undivided(x: Array) -> Array:
+    """`x`, of which the compiler may not give devices along automatic mesh axes a part each."""
+    if not has_automatic_axes() or is_key(x):
+        return x
+    everywhere = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return lax.with_sharding_constraint(x, everywhere)
 
 
 def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) -> Array:

@@ -8,6 +8,7 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array, PyTree
+from curvax.parallel._whole import with_whole_arrays
 
 __all__ = ["own_rows"]
 
@@ -37,5 +38,7 @@ def own_rows(
         write = lambda x, row: lax.dynamic_update_index_in_dim(x, row, number, 0)
         return jax.tree.map(write, rows, each(number))
 
-    into = jax.tree.map(lambda x: _compat.varying_like(x, device), into)
-    return lax.fori_loop(0, lengths[device], body, into)
+    each = with_whole_arrays(each, table[device, 0])
+    into = jax.tree.map(lambda x: _compat.undivided(_compat.varying_like(x, device)), into)
+    found = lax.fori_loop(0, lengths[device], body, into)
+    return jax.tree.map(_compat.undivided, found)

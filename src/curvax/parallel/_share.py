@@ -16,6 +16,7 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array, PyTree
+from curvax.parallel._whole import with_whole_arrays
 
 __all__ = ["share_out", "shares"]
 
@@ -58,16 +59,19 @@ def share_out(
     dtypes = dict.fromkeys(x.dtype for x in leaves)
     layouts = [_Layout.of(leaves, owner_of, dtype, count, may_gather) for dtype in dtypes]
 
+    tasks = [with_whole_arrays(task) for task in tasks]
+
     def share_of(device: int) -> list[Array]:
         mine = [task() for task, who in zip(tasks, owners, strict=True) if who == device]
         filled = [layout.filled(jax.tree.leaves(mine), device) for layout in layouts]
-        return [_compat.varying_like(x, *leaves, asking) for x in filled]
+        return [_compat.undivided(_compat.varying_like(x, *leaves, asking)) for x in filled]
 
     # Those who have nothing to do have one branch together, that of the last.
     branch_owners = sorted({*owners, count - 1})
     branches = [lambda who=who: share_of(who) for who in branch_owners]
     branch_of = [branch_owners.index(who if who in owners else count - 1) for who in range(count)]
     own = lax.switch(jnp.asarray(branch_of, jnp.int32)[asking], branches)
+    own = [_compat.undivided(x) for x in own]
     found: list[Any] = [None] * len(leaves)
     for layout, buffer in zip(layouts, own, strict=True):
         for place, x in layout.of_all(buffer, axis_name):
