@@ -160,7 +160,7 @@ def inverse_root(matrix: Array) -> Array:
     size = matrix.shape[-1]
     if size <= SMALLEST:
         return _small_root(matrix)
-    half = 8 * -(-size // 16)  # Vector instructions like multiples of 8.
+    half = 4 * -(-size // 8)  # Mostly, both halves are of one shape.
     first, last = slice(0, half), slice(half, size)
     root = inverse_root(matrix[..., first, first])
     factor = matrix[..., last, first] @ root
