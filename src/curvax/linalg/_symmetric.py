@@ -15,7 +15,7 @@ from curvax._types import Array
 
 __all__ = ["symmetric_product"]
 
-MOST_PANELS = 6
+MOST_PANELS = 5
 """How a product is cut: more panels save little time, and each takes its time to compile."""
 
 NARROWEST = 128
