@@ -1,14 +1,15 @@
 """Inverses of symmetric positive definite matrices, on CPUs nearly all of it by products of tiles.
 
 A matrix is cut into tiles of one shape. Its Cholesky factor, the inverse of that and the product of
-this with its transpose are computed by a loop, each step of which makes one tile from others: what
-is known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut again,
-down to small matrices.
+this with its transpose are computed by steps, each of which makes one tile from others: what is
+known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut again,
+down to small matrices. The steps are a table. Where there are few, they are written out in the
+program, where there are many, a loop goes through them.
 
 Libraries do the same at once, and elsewhere they are asked to. On CPUs there are two reasons not
 to. They factorise large matrices on threads of their own, which go on to wait busily and keep a
-core from the threads that compute products; they do not for small ones. And a loop with steps of
-few kinds is small, so that it is compiled fast.
+core from the threads that compute products; they do not for small ones. And what is done to tiles
+of one shape is compiled once, while products of any shape are not compiled at all.
 """
 
 import functools
@@ -32,8 +33,11 @@ LARGEST = 256
 SMALLEST = 96
 """Up to which size a tile on the diagonal is not cut."""
 
+MOST_WRITTEN_OUT = 4
+"""Up to how many rows of tiles there is no loop."""
+
 MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
-"""What a step of the loop makes of two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
+"""What a step makes of two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
 `inverse_root` of x, or `x.T`."""
 
 Step = tuple[int, ...]
@@ -79,20 +83,48 @@ def _at_once(matrix: Array) -> Array:
 
 
 def _by_tiles(matrix: Array) -> Array:
-    count, width = _tiles(matrix.shape[-1])
+    size = matrix.shape[-1]
+    count, _ = _tiles(size)
     if count == 1:
         root = inverse_root(matrix)
         return _times_transpose(root, root)
-    size, matrix = matrix.shape[-1], widened(matrix)
+    invert = _written_out if count <= MOST_WRITTEN_OUT else _in_a_loop
+    return invert(widened(matrix))[..., :size, :size]
+
+
+def _written_out(matrix: Array) -> Array:
+    """The inverse by steps that are all in the program, so that some are computed side by side."""
+    count, width = _tiles(matrix.shape[-1])
+    # Positions that are known to be constants would make the same kernels different ones.
+    edges = lax.optimization_barrier([jnp.int32(width * k) for k in range(count)])
+    lower = [(i, j) for i in range(count) for j in range(i + 1)]
+    tiles = {(i, j): _tile(matrix, edges[i], edges[j], width=width) for i, j in lower}
+    for kind, keep, sign, *places in map(tuple, _steps(count).tolist()):
+        target, x, y = (tuple(places[k : k + 2]) for k in (0, 2, 4))
+        if kind == ROOT:
+            tiles[target] = inverse_root(tiles[x])
+        elif kind == MULTIPLY:
+            tiles[target] = tiles[x] @ tiles[y]
+        elif kind == ACCUMULATE:
+            product = sign * _times_transpose(tiles[x], tiles[y])
+            tiles[target] = tiles[target] + product if keep else product
+    inverse = jnp.zeros_like(matrix)
+    for i, j in lower:
+        inverse = _with_mirrored(inverse, tiles[i, j], edges[i], edges[j])
+    return inverse
+
+
+def _in_a_loop(matrix: Array) -> Array:
+    """The inverse by one step after the other, in place: a program of one size for all matrices."""
+    count, width = _tiles(matrix.shape[-1])
     steps = _steps(count) * np.array([1, 1, 1, *[width] * 6], np.int32)
     columns = [jnp.asarray(column) for column in steps.T]
-    front, shape = [np.int32(0)] * (matrix.ndim - 2), (*matrix.shape[:-2], width, width)
 
     def body(number: Array, matrix: Array) -> Array:
         numbers = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in columns]
         kind, keep, sign = numbers[:3]
-        target, x, y = ([*front, *numbers[k : k + 2]] for k in (3, 5, 7))
-        tile = lambda place: lax.dynamic_slice(matrix, place, shape)
+        target, x, y = (numbers[k : k + 2] for k in (3, 5, 7))
+        tile = lambda place: _tile(matrix, *place, width=width)
 
         def accumulated(_: None) -> Array:
             product = _times_transpose(tile(x), tile(y))
@@ -108,9 +140,29 @@ def _by_tiles(matrix: Array) -> Array:
             ],
             None,
         )
-        return lax.dynamic_update_slice(matrix, found, target)
+        return lax.dynamic_update_slice(matrix, found, _indices(matrix, *target))
 
-    return lax.fori_loop(0, steps.shape[0], body, matrix)[..., :size, :size]
+    return lax.fori_loop(0, steps.shape[0], body, matrix)
+
+
+@shared
+def _tile(matrix: Array, row: Array, column: Array, *, width: int) -> Array:
+    shape = (*matrix.shape[:-2], width, width)
+    return lax.dynamic_slice(matrix, _indices(matrix, row, column), shape)
+
+
+@shared
+def _with_mirrored(matrix: Array, tile: Array, row: Array, column: Array) -> Array:
+    """The matrix with a tile at this position, and its transpose at the mirrored one."""
+    here, there = _indices(matrix, row, column), _indices(matrix, column, row)
+    # What is here is zero. It is added as only so the kernel is compiled once.
+    added = lax.dynamic_slice(matrix, here, tile.shape) + tile
+    matrix = lax.dynamic_update_slice(matrix, added, here)
+    return lax.dynamic_update_slice(matrix, jnp.matrix_transpose(tile), there)
+
+
+def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
+    return [*[jnp.zeros_like(row)] * (matrix.ndim - 2), row, column]
 
 
 @functools.cache
