@@ -39,9 +39,16 @@ def precondition(estimator, state, mode, axis_name, params, x):
     return state, products
 
 
-def check(mode, check_vma, distributed, **options):
+def tied(params, x):
+    """Weights that are used both ways round."""
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    curvax.register_categorical_predictive_distribution(hidden @ params["w"].T)
+    curvax.register_categorical_predictive_distribution(hidden @ params["v"] * params["scale"])
+
+
+def check(mode, check_vma, distributed, fun=loss, **options):
     options |= {"distributed_multiplies": distributed, "distributed_cache_updates": distributed}
-    estimator = curvax.BlockDiagonalCurvature(loss, **options)
+    estimator = curvax.BlockDiagonalCurvature(fun, **options)
     state = jax.jit(lambda: estimator.init(jax.random.key(0), (PARAMS, X), -0.5, -1, True))()
     run = functools.partial(precondition, estimator, state, mode)
     expected = jax.jit(functools.partial(run, None))(PARAMS, X)
@@ -106,5 +113,6 @@ for check_vma in (False, True):
     # One key for all: what is drawn belongs to an example of the whole batch.
     check("fisher_gradients", check_vma, distributed=True)
     check("ggn_curvature_prop", check_vma, distributed=True, register_only_generic=True)
+    check("fisher_exact", check_vma, distributed=False, fun=tied)
 check("ggn_exact", check_vma=False, distributed=False)
 sys.stdout.write("estimates agree\n")

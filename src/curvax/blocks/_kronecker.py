@@ -284,6 +284,9 @@ class TwoKroneckerFactored(CurvatureBlock):
     def _roles(self, sites: Sequence[LayerSite]) -> list[str]:
         return list(dict.fromkeys(self._role(site) for site in sites))
 
+    def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
+        return len(self._roles(sites)) <= 1
+
     def _sides(self, role: str) -> tuple[Side, Side]:
         """The sides that inputs and outputs have at places of a role."""
         inputs, outputs = self._kronecker.inputs, self._kronecker.outputs
