@@ -1,6 +1,7 @@
 """What is not finite changes nothing; what makes the loss rise is not done; training recovers."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -169,3 +170,30 @@ def test_a_soak_of_100_steps():
 @pytest.mark.slow
 def test_a_soak_of_1000_steps():
     soak(1000)
+
+
+def test_an_update_that_is_too_large_for_the_dtype_of_parameters_is_not_done():
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), make_params())
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), make_batch())
+    optimizer = make(donate_buffers=False)
+    state = optimizer.init(params, key(0), batch)
+    given = {"learning_rate": 1e6, "momentum": 0.0, "damping": 0.1}
+    after, state, stats = optimizer.step(params, state, key(1), batch=batch, **given)
+    assert_same(after, params)
+    assert int(stats["skipped"]) == 1
+    given["learning_rate"] = 1e-3
+    after, _, stats = optimizer.step(params, state, key(2), batch=batch, **given)
+    assert int(stats["skipped"]) == 1
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(after))
+
+
+def test_a_rejected_step_forgets_velocities_that_are_not_finite():
+    optimizer = make(use_step_rejection=True, donate_buffers=False)
+    params, batch = make_params(), make_batch()
+    state = optimizer.init(params, key(0), batch)
+    endless = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.velocities)
+    state = replace(state, velocities=endless)
+    after, state, stats = optimizer.step(params, state, key(1), batch=batch, **VALUES)
+    assert_same(after, params)
+    assert int(stats["rejected"]) == 1
+    assert all(np.all(x == 0) for x in jax.tree.leaves(state.velocities))

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, PyTree
+from curvax.linalg import all_finite
 from curvax.optimizer._quadratic import QuadraticModel
 
 __all__ = ["Move"]
@@ -26,9 +28,14 @@ class Move(NamedTuple):
 
     @property
     def is_finite(self) -> Array:
-        """Whether the direction and the coefficients are; then so is the update.
+        """Whether the update is, if the last one was; the answer may be no for what is huge.
 
         The norm is a sum over elements of the gradient times those of the direction, and so it is
-        not finite if one of them is not, whatever the other is.
+        not finite if one of them is not, whatever the other is. But it does not tell whether an
+        update that is finite is still so in a dtype of a smaller range.
         """
-        return jnp.all(jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients])))
+        numbers = jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients]))
+        largest = jnp.finfo(self.scaled_norm.dtype).max
+        narrow = [x for x in jax.tree.leaves(self.update) if jnp.finfo(x.dtype).max < largest]
+        # All others are as large as float32, of which bfloat16 is nearly.
+        return jnp.all(numbers) & all_finite(narrow)

@@ -316,8 +316,8 @@ class Algorithm:
         is_fine, is_taken = flags
         is_rejected = is_fine & ~is_taken
         # After a rejection momentum begins anew: no damping would help against what it does.
-        kept = jnp.where(is_rejected, 0, 1).astype(state.damping_factor.dtype)
-        velocities = selected(is_taken, update, combined([kept], [state.velocities]))
+        zeros = jax.tree.map(jnp.zeros_like, update)
+        velocities = selected(is_taken, update, selected(is_rejected, zeros, state.velocities))
         factor = jnp.asarray(self.options.reject_factor, state.damping_factor.dtype)
         decay = jnp.asarray(self.adaptation.decay, factor.dtype)
         if state.damping is None:

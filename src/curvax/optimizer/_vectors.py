@@ -28,13 +28,13 @@ def inner(x: PyTree, y: PyTree) -> Array:
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
     pairs = [(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in leaves]
     # Small arrays are one, as something is compiled for the product of each.
-    small = [pair for pair in pairs if pair[0].ndim < 2 and _compat.sharding_of(pair[0]) is None]
-    if len(small) > 1:
-        chosen = set(map(id, small))
-        pairs = [pair for pair in pairs if id(pair) not in chosen]
-        flat = [jnp.concatenate([a.reshape(-1) for a in side]) for side in zip(*small, strict=True)]
-        pairs.append((flat[0], flat[1]))
-    return sum((jnp.vdot(a, b) for a, b in pairs), start=jnp.zeros((), dtype))
+    is_small = lambda a: a.ndim < 2 and _compat.sharding_of(a) is None
+    small = [pair for pair in pairs if is_small(pair[0])]
+    total = sum((jnp.vdot(a, b) for a, b in pairs if not is_small(a)), start=jnp.zeros((), dtype))
+    if not small:
+        return total
+    a, b = (jnp.concatenate([x.reshape(-1) for x in side]) for side in zip(*small, strict=True))
+    return total + jnp.vdot(a, b)
 
 
 def norm(x: PyTree) -> Array:
