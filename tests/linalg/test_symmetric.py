@@ -59,13 +59,14 @@ def test_a_positive_inverse_is_the_inverse(function, stack, size):
     np.testing.assert_allclose(inverse, np.linalg.inv(matrix), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [70, 150])
 @pytest.mark.parametrize("function", [symmetric_product, positive_inverse])
-def test_it_is_the_same_under_jit_and_vmap(function):
-    matrices = positive((3, 70, 70))
+def test_it_is_the_same_under_jit_and_vmap(function, size):
+    matrices = positive((3, size, size))
     expected = np.stack([jax.jit(function)(matrix) for matrix in matrices])
     np.testing.assert_allclose(jax.jit(jax.vmap(function))(matrices), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [5, 70])
+@pytest.mark.parametrize("size", [5, 70, 150])
 def test_the_inverse_of_what_is_not_positive_is_not_finite(size):
     assert not np.all(np.isfinite(jax.jit(positive_inverse)(-np.eye(size))))

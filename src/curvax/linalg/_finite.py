@@ -9,6 +9,9 @@ from curvax._types import Array, PyTree
 
 __all__ = ["all_finite"]
 
+LONGEST = 2**14
+"""Up to how many rows and columns a matrix is summed up by products."""
+
 
 def all_finite(values: PyTree) -> Array:
     """Whether all arrays are finite. Equal to `all(jnp.all(jnp.isfinite(x)) for x in values)`.
@@ -32,10 +35,12 @@ def _is_matrix(x: Array) -> bool:
     """Whether it has several rows and columns, and none that are split among devices.
 
     For the latter, products would have to say what becomes of it. Those with vectors are compiled,
-    each by itself.
+    each by itself; and what is multiplied with is a constant in the program, as long as the matrix.
     """
-    is_thick = x.ndim > 1 and x.shape[-1] > 1 and x.size > x.shape[-1]
-    return is_thick and _compat.sharding_of(x) is None
+    if x.ndim < 2 or _compat.sharding_of(x) is not None:
+        return False
+    rows, columns = x.size // x.shape[-1], x.shape[-1]
+    return min(rows, columns) > 1 and rows + columns <= LONGEST
 
 
 def _sum(x: Array) -> Array:
