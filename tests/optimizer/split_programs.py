@@ -134,6 +134,9 @@ def check_refused():
         split.split_state(deep_optimizer(8, is_split=False, width=5)[1])
     with pytest.raises(ValueError, match=r"has \[16\] rows of factors.* got \[8, 8\]"):
         split.whole_state(deep_optimizer(8, width=5)[1])
+    for is_split in (True, False):
+        with pytest.raises(ValueError, match="not one of this model"):
+            deep_optimizer(8, width=6)[0].whole_state(deep_optimizer(8, is_split, width=5)[1])
 
 
 def check_moved(model, exact):

@@ -225,33 +225,27 @@ def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
 
     It may be split among other devices than those of the estimator, or be whole already.
     """
-    if not isinstance(state, ShardedCurvature.State):
-        return state
-    blocks = estimator.blocks or ()
-    shards = shards_of(blocks, state.num_devices)
-    _check_rows(state, [shard.num_rows for shard in shards])
-    states = list(state.blocks_states)
-    for shard, own in zip(shards, state.shards, strict=True):
-        for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
-            states[number] = found
+    blocks, states = estimator.blocks or (), list(state.blocks_states)
+    is_split = isinstance(state, ShardedCurvature.State)
+    shards = shards_of(blocks, state.num_devices if is_split else 1)
+    if is_split:
+        _check_rows(state, [shard.num_rows for shard in shards])
+        for shard, own in zip(shards, state.shards, strict=True):
+            for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
+                states[number] = found
+    _check_shapes(shards, states, len(blocks))
     return BlockDiagonalCurvature.State(tuple(states))
 
 
 def split_state(estimator: ShardedCurvature, state: Any) -> Any:
     """The state of the estimator with all rows, on the host, from one that is whole."""
     states = list(state.blocks_states)
-    pairs = [pair for shard in estimator.shards for pair in shard.numbered]
-    is_known = len(states) == estimator.num_blocks
-    if not is_known or not all(_fits(block, states[number]) for number, block in pairs):
-        raise ValueError(
-            "curvax: the state is not one of this model, whose blocks are of other shapes. Make a "
-            "new one with init."
-        )
+    _check_shapes(estimator.shards, states, estimator.num_blocks)
     shards = [
         of_states_of_blocks(shard, [states[number] for number in shard.numbers])
         for shard in estimator.shards
     ]
-    for number, _ in pairs:
+    for number in [number for shard in estimator.shards for number in shard.numbers]:
         states[number] = None
     return ShardedCurvature.State(tuple(states), tuple(shards), estimator.num_devices)
 
@@ -278,6 +272,15 @@ def check_split(estimator: BlockDiagonalCurvature, state: Any) -> None:
             f"{estimator.num_devices}. Split it anew: state = optimizer.split_state(state)."
         )
     _check_rows(state, estimator.num_rows)
+
+
+def _check_shapes(shards: Sequence[Shard], states: Sequence[Any], num_blocks: int) -> None:
+    pairs = [pair for shard in shards for pair in shard.numbered]
+    if len(states) != num_blocks or not all(_fits(block, states[n]) for n, block in pairs):
+        raise ValueError(
+            "curvax: the state is not one of this model, whose blocks are of other shapes. Make a "
+            "new one with init."
+        )
 
 
 def _fits(block: TwoKroneckerFactored, state: Any) -> bool:
