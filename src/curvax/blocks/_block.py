@@ -276,8 +276,7 @@ class CurvatureBlock(OfLayer, abc.ABC):
         The mean over devices is finite if it is on all of them, so all take it in, or none.
         """
         state = copied(state)
-        terms = self.terms_of_all(terms, sites, pmap_axis_name)
-        estimates = self.estimate(terms, sites, batch_size)
+        estimates = self.estimate_here(terms, sites, batch_size, pmap_axis_name)
         if pmap_axis_name is not None:
             estimates = lax.pmean(estimates, pmap_axis_name)
         finite = all_finite(self.telling(estimates))  # One answer: all are of the same batches.
@@ -285,16 +284,17 @@ class CurvatureBlock(OfLayer, abc.ABC):
             average.update(value, ema_old, ema_new, is_finite=finite)
         return state
 
-    def terms_of_all(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], axis_name: str | None
-    ) -> Mapping[str, PyTree]:
-        """The mean of the terms of all devices, if an estimate must be made of that.
-
-        Otherwise they are as they are: the mean of estimates is the estimate of all.
-        """
-        if axis_name is None or self.has_linear_estimates(sites):
-            return terms
-        return lax.pmean(dict(terms), axis_name)
+    def estimate_here(
+        self,
+        terms: Mapping[str, PyTree],
+        sites: Sequence[LayerSite],
+        batch_size: ArrayLike,
+        axis_name: str | None,
+    ) -> Sequence[Array]:
+        """As `estimate`, of the terms of one device; the mean over devices is that of all."""
+        if axis_name is not None and not self.has_linear_estimates(sites):
+            terms = lax.pmean(dict(terms), axis_name)
+        return self.estimate(terms, sites, batch_size)
 
     def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
         """Whether what `estimate` makes of a sum is the sum of what it makes of its parts."""

@@ -195,9 +195,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
     def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
         estimates = [
             [
-                block.estimate(
-                    block.terms_of_all(terms[number], sites[number], how[3]), sites[number], how[2]
-                )
+                block.estimate_here(terms[number], sites[number], *how[2:])
                 for number, block in shard.numbered
             ]
             for shard in self._shards

@@ -41,7 +41,7 @@ MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
 `inverse_root` of x, or `x.T`."""
 
 Step = tuple[int, ...]
-"""A kind, what to keep, a sign, and three places of tiles, as rows and columns."""
+"""A kind, what to keep of the old tile, a sign, and the places of the new tile and of x and y."""
 
 
 def widened(matrix: Array) -> Array:
@@ -98,14 +98,15 @@ def _written_out(matrix: Array) -> Array:
     # Positions that are known to be constants would make the same kernels different ones.
     edges = lax.optimization_barrier([jnp.int32(width * k) for k in range(count)])
     lower = [(i, j) for i in range(count) for j in range(i + 1)]
-    tiles = {(i, j): _tile(matrix, edges[i], edges[j], width=width) for i, j in lower}
-    for kind, keep, sign, *places in map(tuple, _steps(count).tolist()):
+    tiles: dict[tuple[int, ...], Array] = {}
+    tiles |= {(i, j): _tile(matrix, edges[i], edges[j], width=width) for i, j in lower}
+    for kind, keep, sign, *places in _steps(count):
         target, x, y = (tuple(places[k : k + 2]) for k in (0, 2, 4))
         if kind == ROOT:
             tiles[target] = inverse_root(tiles[x])
         elif kind == MULTIPLY:
             tiles[target] = tiles[x] @ tiles[y]
-        elif kind == ACCUMULATE:
+        else:
             product = sign * _times_transpose(tiles[x], tiles[y])
             tiles[target] = tiles[target] + product if keep else product
     inverse = jnp.zeros_like(matrix)
@@ -117,8 +118,10 @@ def _written_out(matrix: Array) -> Array:
 def _in_a_loop(matrix: Array) -> Array:
     """The inverse by one step after the other, in place: a program of one size for all matrices."""
     count, width = _tiles(matrix.shape[-1])
-    steps = _steps(count) * np.array([1, 1, 1, *[width] * 6], np.int32)
-    columns = [jnp.asarray(column) for column in steps.T]
+    mirrored = itertools.combinations(range(count), 2)
+    steps = [*_steps(count), *((MIRROR, 0, 1, i, j, *(j, i) * 2) for i, j in mirrored)]
+    table = np.array(steps, np.int32) * np.array([1, 1, 1, *[width] * 6], np.int32)
+    columns = [jnp.asarray(column) for column in table.T]
 
     def body(number: Array, matrix: Array) -> Array:
         numbers = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in columns]
@@ -142,7 +145,7 @@ def _in_a_loop(matrix: Array) -> Array:
         )
         return lax.dynamic_update_slice(matrix, found, _indices(matrix, *target))
 
-    return lax.fori_loop(0, steps.shape[0], body, matrix)
+    return lax.fori_loop(0, len(steps), body, matrix)
 
 
 @shared
@@ -165,16 +168,12 @@ def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
     return [*[jnp.zeros_like(row)] * (matrix.ndim - 2), row, column]
 
 
-@functools.cache
-def _steps(count: int) -> np.ndarray:
+def _steps(count: int) -> list[Step]:
     """The steps that invert a matrix of `count` by `count` tiles, in place.
 
-    Each is a `Step`: its kind, what to keep of the old tile, a sign, and the places of the new tile
-    and of x and y.
+    The result is in the lower triangle.
     """
-    mirrored = itertools.combinations(range(count), 2)
-    mirroring = [(MIRROR, 0, 1, i, j, *(j, i) * 2) for i, j in mirrored]
-    return np.array([*_root_steps(count), *_product_steps(count), *mirroring], np.int32)
+    return [*_root_steps(count), *_product_steps(count)]
 
 
 def _root_steps(count: int) -> Iterator[Step]:

@@ -139,7 +139,7 @@ def _widened_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
 def checked_inverse(damped: Array, weight: Array) -> Array:
     """The inverse of a matrix with `weight` on its diagonal already, by eigenvalues if need be.
 
-    It is fast for few sizes; see `widened`.
+    It is compiled for each size; those that `widened` returns are few.
     """
     inverse = positive_inverse(damped)
     is_good = _is_inverse(damped, inverse)

@@ -37,5 +37,4 @@ class Move(NamedTuple):
         numbers = jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients]))
         largest = jnp.finfo(self.scaled_norm.dtype).max
         narrow = [x for x in jax.tree.leaves(self.update) if jnp.finfo(x.dtype).max < largest]
-        # All others are as large as float32, of which bfloat16 is nearly.
         return jnp.all(numbers) & all_finite(narrow)
