@@ -1,22 +1,31 @@
 # Every target sets up what it needs in a virtual environment of its own and is cheap when that is
 # already there. A fresh machine needs Python 3.11 or newer, git and make. Choose the interpreter
-# with `make test PYTHON=python3.12`.
+# with `make test PYTHON=python3.13`; the versions of JAX and of all tools follow from it.
 
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= constraints/jax-0.10.txt
 WORKERS ?= 2
+TESTS ?=
+
+# Interpreters of `make test-matrix`: they must start, and version managers are asked as well.
+PYTHON_OLDEST ?= $(shell $(PYTHON) scripts/find_python.py 3.11)
+PYTHON_NEWEST ?= $(shell $(PYTHON) scripts/find_python.py newest)
+
+# JAX 0.11 and later need Python 3.12.
+OLDEST := constraints/jax-0.10-python-3.11.txt
+NEWEST := constraints/jax-0.12-python-3.12.txt
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+CONSTRAINTS ?= $(if $(filter 3.11,$(VERSION)),$(OLDEST),$(NEWEST))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-JAX_09 := VENV=.venv-jax09 CONSTRAINTS=constraints/jax-0.9.txt
 KFAC := .venv-kfac
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-matrix pytest lint bench docs constraints freeze clean
+.PHONY: help demo test test-all test-matrix test-newest pytest lint bench docs constraints freeze clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,15 +40,22 @@ test-all: lint $(VENV)/.group-test ## as test, with the slow tests and more rand
 	@echo "==> test-all: the whole suite in $(VENV), slow tests included"
 	@$(PYTEST) -m "slow or not slow" --hypothesis-profile=thorough
 
-test-matrix: ## the test suite on the oldest and the newest JAX series we support
-	@echo "==> test-matrix: JAX 0.9"
-	@$(MAKE) --no-print-directory pytest $(JAX_09)
-	@echo "==> test-matrix: JAX 0.10"
-	@$(MAKE) --no-print-directory pytest
+test-matrix: ## the test suite on Python 3.11 with JAX 0.10, and on the newest of both
+	@test -n "$(PYTHON_OLDEST)" || { \
+	  echo "No Python 3.11 starts here: make test-matrix PYTHON_OLDEST=path/to/python3.11"; exit 1; }
+	@$(MAKE) --no-print-directory pytest PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest
+	@$(MAKE) --no-print-directory test-newest
+
+test-newest: ## the test suite on the newest Python that starts here, with the newest JAX
+	@$(PYTHON_NEWEST) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+	  echo "No Python 3.12 or newer starts here: make $@ PYTHON_NEWEST=path/to/python3.13"; exit 1; }
+	@$(MAKE) --no-print-directory pytest PYTHON=$(PYTHON_NEWEST) VENV=.venv-newest
 
 pytest: $(VENV)/.group-test ## the test suite alone
-	@echo "==> pytest: the suite and the documentation's examples in $(VENV)"
-	@$(PYTEST)
+	@echo "==> pytest: $(or $(TESTS),the suite and the documentation's examples) in $(VENV)"
+	@$(BIN)/python scripts/versions.py
+	@$(PYTEST) $(TESTS)
+	@$(BIN)/python scripts/versions.py
 
 lint: $(VENV)/.group-lint ## style, format and types
 	@echo "==> lint: ruff check"
@@ -59,18 +75,17 @@ docs: $(VENV)/.group-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir site
 	@echo "    open site/index.html"
 
-constraints: ## pin the newest development versions again, in both constraints files
-	@$(MAKE) --no-print-directory freeze JAX='0.10.*' GROUPS='examples test lint docs bench' \
-	  CONSTRAINTS=constraints/jax-0.10.txt
-	@$(MAKE) --no-print-directory freeze JAX='0.9.*' GROUPS='examples test' \
-	  CONSTRAINTS=constraints/jax-0.9.txt
+constraints: ## pin the newest development versions again, for both ends of the matrix
+	@$(MAKE) --no-print-directory freeze JAX='0.10.*' PYTHON=$(PYTHON_OLDEST) CONSTRAINTS=$(OLDEST)
+	@$(MAKE) --no-print-directory freeze JAX='0.12.*' PYTHON=$(PYTHON_NEWEST) CONSTRAINTS=$(NEWEST)
 
 freeze:
 	@echo "==> constraints: resolving JAX $(JAX) into $(CONSTRAINTS)"
 	@rm -rf .venv-freeze
 	@$(PYTHON) -m venv .venv-freeze
 	@.venv-freeze/bin/python -m pip --disable-pip-version-check install --quiet --upgrade pip
-	@.venv-freeze/bin/python -m pip install --quiet 'jax==$(JAX)' -e . $(addprefix --group ,$(GROUPS))
+	@.venv-freeze/bin/python -m pip install --quiet 'jax==$(JAX)' -e . \
+	  $(addprefix --group ,examples test lint docs bench)
 	@.venv-freeze/bin/python -m pip list --format=freeze --exclude-editable --exclude setuptools \
 	  > $(CONSTRAINTS)
 	@rm -rf .venv-freeze
@@ -81,13 +96,17 @@ clean: ## remove the environments, the caches and the built documentation
 
 # Set-up. One stamp for the package, one for each dependency group of pyproject.toml.
 
-$(BIN)/python:
-	@echo "==> set-up: creating $(VENV)"
+# Another PYTHON makes the environment again.
+$(VENV)/.python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "curvax needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	  echo "curvax needs Python 3.11 or newer, and '$(PYTHON)' is not one that starts:"; \
+	  echo "  make PYTHON=path/to/python3.11 ..."; exit 1; }
+	@echo "==> set-up: creating $(VENV) with Python $(VERSION)"
+	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
-$(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) $(VENV)/.python-$(VERSION)
 	@echo "==> set-up: installing curvax into $(VENV)"
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) pip
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[disk,plot,linear,optax]'

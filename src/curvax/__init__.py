@@ -4,6 +4,7 @@ The whole public API is listed in `__init__.pyi`, beside this file; everything e
 name is loaded, with the room it lives in, when it is first asked for.
 """
 
+from curvax import _compat as _compat  # It says so if the installed JAX is too old.
 from curvax._lazy import names_of_stub
 
 _ROOMS = names_of_stub(__file__)

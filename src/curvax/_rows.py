@@ -159,7 +159,7 @@ def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
     A gather with all three promises is ours: indexing in `jax.numpy` never promises by itself that
     its indices are in bounds. What `differentiated_as` passes through is a read, too. Complex
     numbers are computed again, because a checkpoint with a policy cannot save them: it fails to
-    limit their precision (JAX 0.9 and 0.10).
+    limit their precision (JAX 0.10 to 0.12).
     """
     is_read = (
         primitive is lax.gather_p

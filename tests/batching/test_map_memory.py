@@ -102,7 +102,8 @@ def test_the_gradient_needs_hardly_more_than_that_of_lax_map(name, fun, length):
     cotangent = cotangent_of(fun, length)
     ours = temporaries(gradient_of(MAPS[name](fun)), *arguments(length), cotangent)
     theirs = gradient_of_lax_map(fun, length)
-    assert ours <= theirs + 4 * one_chunk(fun) + 0.1 * num_bytes(cotangent)
+    chunks = 4 if jax.__version_info__ < (0, 11) else 6  # Later compilers keep a few more copies.
+    assert ours <= theirs + chunks * one_chunk(fun) + 0.1 * num_bytes(cotangent)
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)

@@ -71,11 +71,6 @@ class TestResult:
             J, _ = jacobian(f, X, batch_size=2, out=tmp_path / name)
             assert_same(jnp.asarray(J[...]), naive_jacobian(f, X))
 
-    @pytest.mark.xfail(
-        jax.__version_info__ < (0, 10),
-        strict=True,
-        reason="JAX 0.9 loses empty arrays of linear maps",
-    )
     def test_mixed_dtypes_and_numbers(self, tmp_path):
         H, _ = hessian(mixed_loss, MIXED, batch_size=4, out=tmp_path / "H.zarr")
         assert_same(H[...], hessian(mixed_loss, MIXED, batch_size=4)[0], 1e-5, 1e-5)

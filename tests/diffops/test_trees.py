@@ -59,9 +59,6 @@ def test_no_leaves():
     assert jacobian_to_pytree(jnp.zeros((3, 0)), ()) == ()
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ < (0, 10), strict=True, reason="JAX 0.9 loses empty arrays of linear maps"
-)
 @pytest.mark.usefixtures("unchecked")
 def test_arrays_on_disk_will_do(tmp_path):
     f = lambda x: jnp.sum(x["a"] ** 3) * x["b"][0]

@@ -138,9 +138,6 @@ def test_vmap_over_any_of_the_arguments(loop, mapped):
     assert_same(vmapped(loop.run), vmapped(loop.naive))
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ < (0, 10), strict=True, reason="JAX 0.9 transposes no scan inside another"
-)
 @each_loop
 def test_a_linear_loop_can_be_transposed(loop):
     body = lambda carry, x: (0.5 * carry + x, carry - x)

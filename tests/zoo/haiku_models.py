@@ -20,7 +20,7 @@ from zoo.case import (
     yes_or_no,
 )
 
-with warnings.catch_warnings():  # Haiku uses names that JAX 0.9 warns about.
+with warnings.catch_warnings():  # Haiku uses names that JAX warns about.
     warnings.filterwarnings("ignore", r"jax\.core\.", DeprecationWarning)
     import haiku as hk
 

@@ -13,11 +13,9 @@ from tracing.book import from_layer_data, moments
 from zoo.case import Entry
 
 # Programs run once and on a few numbers, so it is compiling that takes time.
-QUICKLY = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 def compute(f: Any, *args: Any) -> Any:

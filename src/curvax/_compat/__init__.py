@@ -5,6 +5,9 @@ in different words on different versions, is asked for here and nowhere else; a 
 other modules to that.
 """
 
+from curvax._compat import _version as _version  # First: it refuses a JAX that is too old.
+
+# isort: split
 from curvax._compat._arrays import (
     filled_like,
     has_automatic_axes,
@@ -30,6 +33,7 @@ from curvax._compat._functions import (
     call_key,
     default_device,
     has_effects,
+    inlined,
     is_bound,
     is_jitted,
     kept_as_call,
@@ -63,6 +67,8 @@ from curvax._compat._programs import (
     function_name,
     inner_program,
     is_literal,
+    operation_name,
+    parameters,
     passes_through,
     primitives_inside,
     returns_complex,
@@ -90,6 +96,7 @@ __all__ = [
     "gathered_whole",
     "has_automatic_axes",
     "has_effects",
+    "inlined",
     "inner_program",
     "is_bound",
     "is_jitted",
@@ -102,6 +109,8 @@ __all__ = [
     "made_up",
     "mesh_of",
     "no_mesh",
+    "operation_name",
+    "parameters",
     "passes_through",
     "primitives_inside",
     "resized",

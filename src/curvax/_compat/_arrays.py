@@ -164,10 +164,8 @@ def varying_axes(*arrays: Any) -> frozenset[Any]:
 
 
 def _varying(x: Any) -> frozenset[Any]:
-    # JAX 0.10 put the set of these axes into a larger object; in 0.9 a mere shape may have None.
-    manual = getattr(_type(x), "manual_axis_type", None)
-    found = manual.varying if manual is not None else getattr(_type(x), "vma", None)
-    return found or frozenset()
+    manual = getattr(_type(x), "manual_axis_type", None)  # A mere shape may have none.
+    return frozenset() if manual is None else manual.varying
 
 
 def is_varying(x: Any) -> bool:

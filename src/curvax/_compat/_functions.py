@@ -15,6 +15,7 @@ __all__ = [
     "call_key",
     "default_device",
     "has_effects",
+    "inlined",
     "is_bound",
     "is_jitted",
     "kept_as_call",
@@ -93,8 +94,8 @@ def call_key(leaves: Sequence[Any]) -> Any:
 def true_account(platform: str) -> dict[str, Any]:
     """Compiler options with which a compiled program tells all the memory it needs.
 
-    On CPU, XLA of JAX 0.10 may turn a chain of matrix products into one library call whose scratch
-    memory is in no account. Older ones have no such calls, and do not know the option.
+    On CPU, XLA may turn a chain of matrix products into one library call whose scratch memory is in
+    no account. A version that does not know the option is left as it is.
     """
     options: Any = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     if platform != "cpu":
@@ -128,6 +129,12 @@ def default_device() -> Any:
     if device is None or isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return device
+
+
+def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Jit `fun` so that it is traced once, and its operations join the program that calls it."""
+    inline = getattr(jax, "Inline", None)  # Since 0.11 there are several ways.
+    return jax.jit(fun, inline=True if inline is None else inline.JAX_EARLY)
 
 
 def is_jitted(fun: Any) -> bool:

@@ -19,12 +19,32 @@ __all__ = [
     "function_name",
     "inner_program",
     "is_literal",
+    "operation_name",
+    "parameters",
     "passes_through",
     "primitives_inside",
     "returns_complex",
     "run_equation",
     "run_now",
 ]
+
+
+def operation_name(equation: Any) -> str:
+    """Return the name of an equation's operation, as reports print it."""
+    high = equation.params.get("_prim")
+    return equation.primitive.name if high is None else type(high).__name__
+
+
+def parameters(equation: Any) -> dict[str, Any]:
+    """Return the static parameters of an equation's operation, wherever this JAX keeps them."""
+    return _own_parameters(equation.params)
+
+
+def _own_parameters(params: dict[str, Any]) -> dict[str, Any]:
+    # With `jax_remat3` and the like, all such operations are one primitive, `call_hi_primitive`,
+    # whose only parameter is the operation.
+    high = params.get("_prim")
+    return params if high is None else high.params
 
 
 def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -34,6 +54,8 @@ def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
     """
     from jax.extend import core  # It loads much that is not needed otherwise.
 
+    if isinstance(x, jax.stages.Traced):
+        x = x.jaxpr
     if isinstance(x, core.ClosedJaxpr):
         return x.jaxpr, x.consts
     return (x, ()) if isinstance(x, core.Jaxpr) else None
@@ -75,26 +97,28 @@ _KINDS: dict[str, tuple[Kind, str]] = {
     "custom_vjp_call": ("custom", "call_jaxpr"),
     "custom_vjp_call_jaxpr": ("custom", "fun_jaxpr"),
     "scan": ("scan", "jaxpr"),
+    "RematTraced": ("checkpoint", "jaxpr"),  # This and the next ones: see `_own_parameters`.
+    "CustomJVPTraced": ("custom", "traced"),
+    "CustomVJPTraced": ("custom", "traced"),
 }
 
 
 def inner_program(equation: Any) -> tuple[Kind, Any]:
-    """The kind of an equation, and the closed program that belongs to that kind."""
-    from jax.extend import core
+    """The kind of an equation, and the closed program that belongs to that kind.
 
-    name = equation.primitive.name
-    if name in _KINDS:
-        kind, key = _KINDS[name]
-        inner = equation.params[key]
-        closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-        return kind, closed
-    inside = any(map(_holds_program, equation.params.values()))
-    return ("opaque" if inside else "plain"), None
+    A program that does not take what the equation reads is of no known kind: it is opaque.
+    """
+    kind, key = _KINDS.get(operation_name(equation), ("opaque", None))
+    params = parameters(equation)
+    program = None if key is None else as_program(params[key])
+    if program is not None and len(program[0].invars) == len(equation.invars):
+        return kind, closed(*program)
+    return ("opaque" if any(map(_holds_program, params.values())) else "plain"), None
 
 
 def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     """All operations in the programs inside of an equation, however deep, with their parameters."""
-    pending = list(equation.params.values())
+    pending = list(parameters(equation).values())
     while pending:
         x = pending.pop()
         if isinstance(x, tuple | list):
@@ -102,7 +126,7 @@ def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         program = as_program(x)
         for inner in [] if program is None else program[0].eqns:
             yield inner.primitive, inner.params
-            pending += inner.params.values()
+            pending += parameters(inner).values()
 
 
 def _holds_program(x: Any) -> bool:
@@ -123,14 +147,20 @@ class ScanForm:
     def of(cls, equation: Any) -> "ScanForm":
         """The form of an equation that is a scan."""
         params = equation.params
-        names = ("num_consts", "num_carry", "length", "reverse", "unroll")
-        return cls(*(params[name] for name in names))
+        if "ft_in" in params:  # JAX 0.11: the inputs as three groups, the outputs as two.
+            consts, carry, _ = params["ft_in"].unpack()
+            num_consts, num_carry = len(consts), len(carry)
+        else:
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
+        return cls(num_consts, num_carry, params["length"], params["reverse"], params["unroll"])
 
 
 def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, checkpointed as the equation is."""
-    params = equation.params
-    return jax.checkpoint(fun, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    params = parameters(equation)
+    prevent_cse = params.get("prevent_cse", True)  # A flag, or one for each input.
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=params["policy"])
 
 
 def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -161,20 +191,30 @@ def function_name(equation: Any) -> str:
     """The name of the function that an equation with a program inside was made from."""
     _, inner = inner_program(equation)
     info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)
-    return getattr(info, "func_name", None) or equation.params.get("name", equation.primitive.name)
+    name = parameters(equation).get("name", operation_name(equation))
+    return getattr(info, "func_name", None) or name
 
 
 def passes_through(params: dict[str, Any]) -> bool:
     """Whether an operation is a function with custom derivatives that computes nothing."""
-    return "call_jaxpr" in params and not params["call_jaxpr"].jaxpr.eqns
+    called = _called(params)
+    return called is not None and not called.eqns
 
 
 def returns_complex(primitive: Any, avals: Iterable[Any], params: dict[str, Any]) -> bool:
     """Whether an operation puts out complex numbers, for operands of these types."""
-    if "call_jaxpr" in params:  # A function with custom derivatives.
-        outputs = params["call_jaxpr"].out_avals
+    called = _called(params)
+    if called is not None:
+        outputs = [v.aval for v in called.outvars]
     else:
         outputs, _ = primitive.abstract_eval(*avals, **params)
         outputs = outputs if primitive.multiple_results else [outputs]
     dtypes = [x.dtype for x in outputs if hasattr(x, "dtype")]
     return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+
+
+def _called(params: dict[str, Any]) -> Any:
+    """The jaxpr of a function with custom derivatives, if these are the parameters of one."""
+    params = _own_parameters(params)
+    program = as_program(params.get("call_jaxpr", params.get("traced")))
+    return None if program is None else program[0]

@@ -33,7 +33,7 @@ def trace_once(fun: Fun, plan: ChunkPlan, limit: Size | None, share: Share | Non
     sizes has two bodies; the user's function shall not notice. Where there is no loop, on one
     device, it is called directly.
     """
-    return fun if share is None and _no_loop(plan, limit) else jax.jit(fun, inline=True)
+    return fun if share is None and _no_loop(plan, limit) else _compat.inlined(fun)
 
 
 def first_value(

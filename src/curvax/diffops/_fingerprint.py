@@ -113,8 +113,8 @@ class _Texts:
         lines += [f"constants {atoms(jaxpr.constvars)}", f"inputs {atoms(jaxpr.invars)}"]
         for eqn in jaxpr.eqns:
             # The context has settings that change what an operation computes, as of random bits.
-            settings = f"{self.value(eqn.params)} {_plain(eqn.ctx)}"
-            lines.append(f"{eqn.primitive.name} {settings} reads {atoms(eqn.invars)}")
+            settings = f"{self.value(_compat.parameters(eqn))} {_plain(eqn.ctx)}"
+            lines.append(f"{_compat.operation_name(eqn)} {settings} reads {atoms(eqn.invars)}")
             lines.append(f"writes {atoms(eqn.outvars)}")
         lines.append(f"outputs {atoms(jaxpr.outvars)}")
         return f"program {_sha256(chr(10).join(lines).encode())}"

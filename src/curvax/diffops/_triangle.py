@@ -174,7 +174,7 @@ def _count_dependents(program: Any, inputs: Sequence[Any], count: Any) -> list[A
     known = lambda atoms: [none if _compat.is_literal(a) else depends.get(a, none) for a in atoms]
     for eqn in jaxpr.eqns:
         read = known(eqn.invars)
-        called = [p for p in eqn.params.values() if _compat.as_program(p) is not None]
+        called = [p for p in _compat.parameters(eqn).values() if _compat.as_program(p) is not None]
         programs = [p for p in called if len(_inputs(p)) == len(read)]
         if len(called) == 1 and programs:
             written = _count_dependents(programs[0], read, count)

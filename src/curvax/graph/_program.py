@@ -53,12 +53,12 @@ class Node:
     @property
     def name(self) -> str:
         """The name of the operation."""
-        return self.equation.primitive.name
+        return _compat.operation_name(self.equation)
 
     @property
     def params(self) -> dict[str, Any]:
         """The static parameters of the operation."""
-        return self.equation.params
+        return _compat.parameters(self.equation)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,7 @@ REARRANGED: dict[str, Callable[[Axes, dict[str, Any]], Axes | None]] = {
     "reduce_precision": _same,
     "optimization_barrier": _same,
     "name": _same,
+    "CheckpointName": _same,
     "pvary": _same,
     "pcast": _same,
     "reshard": _same,

@@ -1,0 +1,72 @@
+"""Print the path of a Python interpreter that starts: of a version such as 3.11, or "newest".
+
+    python3 scripts/find_python.py 3.11
+    python3 scripts/find_python.py newest
+
+The interpreter that runs this is asked first, then those on the PATH, then those that a version
+manager (pyenv, uv, conda, asdf, mise) has installed but not necessarily activated. A shim of a
+version manager may be there and not start; it does not count. Nothing is printed, and the exit code
+is 1, if there is none.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+OLDEST, NEWEST = 11, 14
+"""The versions 3.x for which JAX, and so curvax, is tested or expected to install."""
+
+MANAGERS = {
+    "PYENV_ROOT": ("~/.pyenv", "versions/*/bin/python3.*"),
+    "UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "*/bin/python3.*"),
+    "CONDA_ROOT": ("~/miniconda3", "envs/*/bin/python3.*"),
+    "ASDF_DATA_DIR": ("~/.asdf", "installs/python/*/bin/python3.*"),
+    "MISE_DATA_DIR": ("~/.local/share/mise", "installs/python/*/bin/python3.*"),
+}
+"""For each version manager the variable with its folder, the usual folder, and the interpreters."""
+
+
+def candidates() -> Iterator[str]:
+    """Paths that may be interpreters, in order of preference among equal versions."""
+    yield sys.executable
+    for minor in range(NEWEST, OLDEST - 1, -1):
+        found = shutil.which(f"python3.{minor}")
+        if found:
+            yield found
+    for variable, (usual, pattern) in MANAGERS.items():
+        folder = Path(os.environ.get(variable) or usual).expanduser()
+        yield from (str(path) for path in folder.glob(pattern) if re.fullmatch(NAME, path.name))
+
+
+NAME = r"python3\.\d+"
+
+
+def version(path: str) -> tuple[int, ...] | None:
+    """Return the version that an interpreter reports, or None if it does not start."""
+    command = [path, "-c", "import sys, venv; print(*sys.version_info[:3])"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(map(int, run.stdout.split()))
+
+
+def find(wanted: str) -> str | None:
+    """Return the path of the interpreter that is wanted, or None."""
+    known = {path: version(path) for path in dict.fromkeys(candidates())}
+    series = {path: v for path, v in known.items() if v and OLDEST <= v[1] <= NEWEST}
+    if wanted != "newest":
+        series = {path: v for path, v in series.items() if f"{v[0]}.{v[1]}" == wanted}
+    # `max` takes the first of equals; patch releases decide only within what is not on the PATH.
+    return max(series, key=lambda path: series[path][:2], default=None)
+
+
+if __name__ == "__main__":
+    path = find(sys.argv[1])
+    if path is None:
+        sys.exit(1)
+    print(path)
