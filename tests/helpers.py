@@ -199,7 +199,7 @@ class CountTraces:
         return self.fun(*args, **kwargs)
 
 
-# How XLA compiles fusions decides on a few copies; `conftest.py` takes the quick way if there is one.
+# How XLA compiles fusions decides on a few copies; `conftest.py` takes the quicker of two ways.
 BUFFERS_OF_USERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 
 

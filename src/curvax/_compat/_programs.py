@@ -23,10 +23,17 @@ __all__ = [
     "parameters",
     "passes_through",
     "primitives_inside",
+    "reads_reference",
     "returns_complex",
     "run_equation",
     "run_now",
 ]
+
+
+def _core() -> Any:
+    from jax.extend import core  # It loads much that is not needed otherwise.
+
+    return core
 
 
 def operation_name(equation: Any) -> str:
@@ -52,8 +59,7 @@ def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
 
     Programs inside of programs are found by it wherever an operation's parameters keep them.
     """
-    from jax.extend import core  # It loads much that is not needed otherwise.
-
+    core = _core()
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
     if isinstance(x, core.ClosedJaxpr):
@@ -68,16 +74,12 @@ def as_function(program: Any) -> Callable[..., list[Any]]:
 
 def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """A jaxpr with its constants."""
-    from jax.extend import core
-
-    return core.ClosedJaxpr(jaxpr, list(consts))
+    return _core().ClosedJaxpr(jaxpr, list(consts))
 
 
 def is_literal(x: Any) -> bool:
     """Whether what an operation reads is a value written into the program, not a variable."""
-    from jax.extend import core
-
-    return isinstance(x, core.Literal)
+    return isinstance(x, _core().Literal)
 
 
 Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
@@ -114,6 +116,11 @@ def inner_program(equation: Any) -> tuple[Kind, Any]:
     if program is not None and len(program[0].invars) == len(equation.invars):
         return kind, closed(*program)
     return ("opaque" if any(map(_holds_program, params.values())) else "plain"), None
+
+
+def reads_reference(equation: Any) -> bool:
+    """Whether an operation reads or writes a mutable array, as those of `jax.new_ref` are."""
+    return any(type(v.aval).__name__ == "AbstractRef" for v in equation.invars)
 
 
 def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -132,6 +132,7 @@ def register(
     before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
     needed = needed_for(program, is_loss)
+    _check_references(needed, where)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
     generic = options.only_generic
@@ -202,6 +203,17 @@ def check_tags(program: Program, through_custom: bool, where: str) -> None:
             f"{inside} `{_compat.function_name(node.equation)}`, which has derivatives of its own. "
             f"Tag what it is called with and what it returns, or say "
             f"through_custom_derivatives=True, which differentiates through its body."
+        )
+
+
+def _check_references(needed: Program, where: str) -> None:
+    """Check that no loss is computed from references, through which values cannot be followed."""
+    names = {node.name for node in needed.all_nodes() if _compat.reads_reference(node.equation)}
+    if names:
+        raise RegistrationError(
+            f"{where}: a loss is computed from mutable references (in {', '.join(sorted(names))}), "
+            f"as jax.new_ref makes them, and loops with the setting jax_scan3. Layers cannot be "
+            f"found behind these: compute with arrays, and leave jax_scan3 off."
         )
 
 
