@@ -63,6 +63,54 @@ class TestByHand:
         with pytest.raises(ValueError, match="dense_tag was called with something else"):
             tags(f, {"w": W})
 
+    @pytest.mark.parametrize("is_whole", [False, True])
+    def test_a_parameter_twice_is_refused(self, is_whole):
+        def tagged(p, x):
+            if is_whole:
+                y = biased(x * jnp.broadcast_to(p["w"], x.shape), p["w"])
+                return register(curvax.register_scale_and_shift(y, x, p["w"], p["w"]))
+            y = biased(x @ p["w"][:3], p["w"][3])
+            return register(curvax.register_dense(y, x, p["w"][:3], p["w"][3]))
+
+        params = {"w": normal(1, 3) if is_whole else normal(1, 4, 2)}
+        for call in (auto_register_tags, explain_registration):
+            with pytest.raises(ValueError, match=r"more than once: its parameters 0 and 1 are"):
+                call(tagged, (params, X))
+        estimator = curvax.BlockDiagonalCurvature(tagged, auto_register_tags=False)
+        with pytest.raises(ValueError, match="Leave the tag out"):
+            estimator.init(jax.random.key(0), (params, X), None, None)
+
+    def test_what_is_recommended_instead_works(self):
+        untagged = lambda p, x: register(biased(x @ p["w"][:3], p["w"][3]))
+        assert tags(untagged, {"w": normal(1, 4, 2)}, strict=True) == {"w": "dense_tag"}
+        report = explain_registration(untagged, ({"w": normal(1, 4, 2)}, X))
+        assert [(row.sites, row.reason) for row in report.rows] == [(2, "")]
+
+        def arrays(p, x):
+            y = biased(x @ p["w"], p["b"])
+            return register(curvax.register_dense(y, x, p["w"], p["b"]))
+
+        assert tags(arrays, strict=True) == {"b": "dense_tag", "w": "dense_tag"}
+
+        def once(p, x):
+            tag = LayerTag("own_tag", num_inputs=1, num_outputs=1)
+            return register(tag.bind(biased(x @ p["w"][:3], p["w"][3]), x, p["w"]))
+
+        assert tags(once, {"w": normal(1, 4, 2)}, strict=True) == {"w": "own_tag"}
+
+    def test_no_block_has_a_parameter_twice(self, monkeypatch):
+        """Should it ever get there in spite of all."""
+        from curvax.graph import _layers
+
+        def f(p, x):
+            y = biased(x @ p["w"][:3], p["w"][3])
+            return register(curvax.register_dense(y, x, p["w"][:3], p["w"][3]))
+
+        monkeypatch.setattr(_layers, "_check_once", lambda *_: None)
+        estimator = curvax.BlockDiagonalCurvature(f)
+        with pytest.raises(ValueError, match=r"\['w'\] are in none, .* \(\(0, 0\),\)"):
+            estimator.init(jax.random.key(0), ({"w": normal(1, 4, 2)}, X), None, None)
+
     def test_two_layers_of_one_parameter(self):
         def f(p, x):
             y = curvax.register_dense(x @ p["w"], x, p["w"])
@@ -114,6 +162,14 @@ class TestPatterns:
     def test_operands_that_commute_may_be_in_any_order(self):
         f = lambda p, x: jnp.sum(register((p["b"] + x @ p["w"]) ** 2))
         assert set(tags(f, ROW, graph_patterns=(squared_pattern(),)).values()) == {"squared_tag"}
+
+    def test_two_parts_of_one_parameter_do_not_match(self):
+        f = lambda p, x: jnp.sum(register((x @ p["w"][:3] + p["w"][3:]) ** 2))
+        found = tags(f, {"w": normal(1, 4, 2)}, graph_patterns=(squared_pattern(),))
+        assert found == {"w": "generic_tag"}  # The default patterns are left out.
+        patterns = (squared_pattern(), *DEFAULT_GRAPH_PATTERNS)
+        found = tags(f, {"w": normal(1, 4, 2)}, graph_patterns=patterns)
+        assert found == {"w": "dense_tag"}
 
     def test_values_can_be_prepared(self):
         halved = lambda values: [values[0] / 2, *values[1:]]

@@ -1,6 +1,5 @@
 """Which block a layer gets if nobody says otherwise, and how it is made."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,11 +25,9 @@ DEFAULT_BLOCKS: Mapping[str, type[CurvatureBlock]] = {
 def make_block(
     block_ctor: Callable[[Any, str], CurvatureBlock], equation: LayerEquation, name: str
 ) -> CurvatureBlock:
-    """The block of a layer; one for each part, if it needs that."""
-    made = block_ctor
-    while isinstance(made, functools.partial):
-        made = made.func
-    splits = getattr(made, "splits_parts", False)
-    if splits and any(cut for site in equation.sites for cut in site.cuts):
-        return Parts(equation, name, block_ctor)
+    """Make the block of a layer; one for each part, if it needs that."""
+    if any(cut for site in equation.sites for cut in site.cuts):
+        parts = Parts(equation, name, block_ctor)
+        if any(part.splits_parts for part in parts.parts):
+            return parts
     return block_ctor(equation, name)

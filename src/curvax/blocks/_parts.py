@@ -1,7 +1,9 @@
 """`Parts`: a block for a layer of which only parts are used at each place.
 
 Gates that are cut out of one array, or layers of a stack that are used one by one, have curvature
-of their own. Each part has a block, and where no part is, there is no curvature.
+of their own. Each part has a block, and where no part is, there is no curvature. A part that only
+scales or shifts, such as a bias that is cut from the same array as its weights, has no Kronecker
+factors: its block is diagonal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
 from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, in_step
+from curvax.blocks._diagonal import ScaleAndShiftDiagonal
 from curvax.blocks._layer import LayerEquation, LayerSite
 from curvax.blocks._state import BlockState
 from curvax.linalg import spectral_power
@@ -28,7 +31,7 @@ class Parts(CurvatureBlock):
     Arguments:
         layer_tag_eq: the equation of the layer's tag.
         name: what the block is called.
-        block_ctor: makes the block of a part, from an equation and a name.
+        block_ctor: makes the block of a part with weights, from an equation and a name.
     """
 
     class State(BlockState):
@@ -46,10 +49,13 @@ class Parts(CurvatureBlock):
     ) -> None:
         super().__init__(layer_tag_eq, name)
         self._cuts = list(dict.fromkeys(site.cuts for site in self._equation.sites))
-        self.parts = tuple(
-            block_ctor(self._equation_of(cuts), f"{name}, part {number}")
-            for number, cuts in enumerate(self._cuts)
-        )
+        parts: list[CurvatureBlock] = []
+        for number, cuts in enumerate(self._cuts):
+            equation = self._equation_of(cuts)
+            is_elementwise = equation.sites[0].kind == "scale_and_shift_tag"
+            ctor = ScaleAndShiftDiagonal if is_elementwise else block_ctor
+            parts.append(ctor(equation, f"{name}, part {number}"))
+        self.parts = tuple(parts)
 
     @property
     def cache_work(self) -> float:
@@ -61,7 +67,10 @@ class Parts(CurvatureBlock):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(text for part in self.parts for text in part.remarks))
+        remarks = [text for part in self.parts for text in part.remarks]
+        if any(isinstance(part, ScaleAndShiftDiagonal) for part in self.parts):
+            remarks.append("parts that only scale or shift have a diagonal block")
+        return tuple(dict.fromkeys(remarks))
 
     def averages(self, state: Any) -> Sequence[Any]:
         pairs = zip(self.parts, state.parts, strict=True)
@@ -97,6 +106,10 @@ class Parts(CurvatureBlock):
         ):
             found += part.estimate(_own(terms, number), [new for _, new in own], batch_size)
         return found
+
+    def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
+        pairs = zip(self.parts, self._sites_of_part(sites), strict=True)
+        return all(part.has_linear_estimates([new for _, new in own]) for part, own in pairs)
 
     def _init(
         self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool

@@ -34,12 +34,12 @@ class OfScaleAndShift(CurvatureBlock):
     @property
     def has_scale(self) -> bool:
         """Whether the layer has a scale."""
-        return self.layer_tag_extra_params["has_scale"]
+        return any(site.constants["has_scale"] for site in self._equation.sites)
 
     @property
     def has_shift(self) -> bool:
         """Whether the layer has a shift."""
-        return self.layer_tag_extra_params["has_shift"]
+        return any(site.constants["has_shift"] for site in self._equation.sites)
 
 
 class OfTotalGradient(CurvatureBlock):

@@ -129,13 +129,14 @@ def names_of(at: LossMap) -> tuple[str, ...]:
 
 
 def _check_single(indices: Sequence[tuple[int, ...]], names: Sequence[str], where: str) -> None:
-    """Each parameter is in one layer."""
-    counts = [sum(n in own for own in indices) for n in range(len(names))]
+    """Check that each parameter is in one layer, once."""
+    counts = [sum(own.count(n) for own in indices) for n in range(len(names))]
     wrong = [name for name, count in zip(names, counts, strict=True) if count != 1]
     if wrong:
         raise ValueError(
-            f"{where}: each parameter is in one block, but {', '.join(wrong)} are in none or in "
-            f"several layers. Tag each once."
+            f"{where}: each parameter is in one block, once, but {', '.join(wrong)} are in none, "
+            f"in several layers, or in one layer twice: the layers have the parameters {indices}. "
+            f"Tag each once."
         )
 
 

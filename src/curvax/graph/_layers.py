@@ -18,7 +18,7 @@ from curvax.graph._patterns import Match
 from curvax.graph._program import Node, Program, Variable
 from curvax.graph._run import loop_lengths
 from curvax.graph._sites import Cut, Site
-from curvax.tags import generic_tag
+from curvax.tags import generic_tag, scale_and_shift_tag
 
 __all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
 
@@ -144,8 +144,9 @@ def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) 
         kinds = ", ".join(sorted({site.tag.name for site in sites}))
         return _generic(param, f"it is used in ways that do not go together ({kinds})")
     numbers = tuple(view.param for view in sites[0].params)
-    # A table that is also a matrix is registered as the table.
-    first = min((site.tag.name for site in sites), key=lambda name: name != "embedding_tag")
+    # A table that is also a matrix is registered as the table, weights with a bias as the weights.
+    order = lambda name: (name != "embedding_tag", name == scale_and_shift_tag.name)
+    first = min((site.tag.name for site in sites), key=order)
     return Layer(first, numbers, tuple(sites), uncovered=len(own) - len(counting))
 
 
@@ -170,13 +171,14 @@ def _go_together(sites: Sequence[Site]) -> bool:
     """Whether sites can be those of one layer.
 
     Each part of a parameter is one that has nothing in common with any other, and is used in the
-    same way, with the same part of the bias, wherever it is used.
+    same way, with the same part of the bias, wherever it is used. Some parts may be weights and
+    others scales or shifts: layers with their biases that are cut from one array.
     """
     parts = [tuple(view.cuts for view in site.params) for site in sites]
     roles = {(part, _role(site)) for part, site in zip(parts, sites, strict=True)}
     by_param = [list(dict.fromkeys(cuts)) for cuts in zip(*parts, strict=True)]
     alike = len({len(set(cuts)) for cuts in (parts, roles, *by_param)}) == 1
-    kinds = {site.tag.name for site in sites} - {"embedding_tag"}
+    kinds = {site.tag.name for site in sites} - {"embedding_tag", scale_and_shift_tag.name}
     pairs = [pair for cuts in by_param for pair in itertools.combinations(cuts, 2)]
     return alike and len(kinds) <= 1 and not any(itertools.starmap(_overlap, pairs))
 
@@ -190,7 +192,7 @@ def _overlap(one: Sequence[Cut], other: Sequence[Cut]) -> bool:
     )
 
 
-def _role(site: Site) -> tuple[Arrangement, ...]:
+def _role(site: Site) -> tuple[bool | Arrangement, ...]:
     """What must be the same at all sites of a layer.
 
     Weights that are used once in one direction and once in the other have the same role: a table
@@ -200,7 +202,8 @@ def _role(site: Site) -> tuple[Arrangement, ...]:
     arranged = [each.arrangement(weight.axes) for each in (layout, layout.swapped())]
     role = min(arranged, key=lambda a: (a.parts, a.permutation, a.groups))
     rest = zip(site.params[1:], site.layouts[1:], strict=True)
-    return role, *(layout.arrangement(view.axes) for view, layout in rest)
+    biases = (layout.arrangement(view.axes) for view, layout in rest)
+    return site.tag is scale_and_shift_tag, role, *biases
 
 
 def _separate_biases(
@@ -209,8 +212,8 @@ def _separate_biases(
     """Take biases away from sites where they cannot stay."""
     for param in left:
         sites = [use.site for use in uses[param] if use.site is not None]
-        joined = [site for site in sites if len(site.params) > 1]
-        if not joined or _is_bias(param, joined[0]):
+        joined = [site for site in sites if len(site.params) > 1 and not _is_bias(param, site)]
+        if not joined:
             continue
         biases = {site.params[1].param for site in joined}
         together = len(joined) == len(_counting(uses[param])) and len(biases) == 1
@@ -273,6 +276,7 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
                 f"as its parameters ({', '.join(missing) or 'with none'}). Tag the parameters "
                 f"themselves, at most cast or re-arranged."
             )
+        _check_once(name, params)
         key = name, params
         before = layers.get(key, Layer(name, params))
         own = [view for view in views if view is not None]
@@ -283,6 +287,20 @@ def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
     return _with_uncovered(layers.values(), uses)
+
+
+def _check_once(name: str, params: Sequence[int]) -> None:
+    """Check that a tag has each parameter once; its block would count that one's elements twice."""
+    for param in dict.fromkeys(params):
+        places = [str(k) for k, other in enumerate(params) if other == param]
+        if len(places) > 1:
+            raise ValueError(
+                f"curvax: {name} was called with one parameter of the function more than once: its "
+                f"parameters {' and '.join(places)} are the same array or cut from it. A layer has "
+                f"each parameter once. Leave the tag out (a weight and a bias that are cut from "
+                f"one array are found), make them arrays of their own, or, in a tag of your own, "
+                f"give the parameter once."
+            )
 
 
 def _matched_layers(
@@ -297,6 +315,8 @@ def _matched_layers(
         key = match.pattern.name, params
         others = taken - (set(params) if key in layers else set())
         if not covered.isdisjoint(match.nodes) or not others.isdisjoint(params):
+            continue
+        if len(set(params)) < len(params):  # Not the layer that the pattern describes.
             continue
         covered.update(match.nodes)
         taken.update(params)

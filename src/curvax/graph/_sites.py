@@ -334,8 +334,11 @@ def join(site: Site, node: Node, axes: Axes, bias: ParamView) -> Site | None:
     """The site with a bias that is added to its output by that node; None if it is not one.
 
     `axes` are those of the output there. A bias has the features for its axes, and the heads too
-    if there are some.
+    if there are some. It is of another parameter than the weights: what is cut from the same one
+    stays a site of its own, so that no layer has a parameter twice.
     """
+    if any(view.param == bias.param for view in site.params):
+        return None
     matched: dict[Atom, Atom] = {}
     for mine, theirs in zip(axes.dims, bias.axes.dims, strict=True):
         own = _is_own(theirs)

@@ -117,6 +117,8 @@ def _tag(
     if scale is not None:
         factors[0] = factors[0] * jnp.asarray(scale, factors[0].dtype)
         constants["scaled"] = True
+    if layer.tag_name != site.tag.name:
+        constants["layer"] = layer.tag_name
     if site.tag.name in ("conv2d_tag", "conv_tag"):
         return site.tag.bind(output, *factors, *params, **constants)
     arrangement = site.output_arrangement
@@ -128,8 +130,6 @@ def _tag(
         taken = arrangement.apply(_product(factors, output.shape, site.part))
     else:
         taken = site.input_arrangement.apply(factors[0])
-    if layer.tag_name != site.tag.name:
-        constants["layer"] = layer.tag_name
     tagged = site.tag.bind(arrangement.apply(output), taken, *params, **constants)
     return arrangement.undo(tagged)
 
