@@ -21,6 +21,7 @@ from curvax.graph._program import Node as Node, Program as Program, read as read
 from curvax.graph._rearranged import REARRANGED as REARRANGED
 from curvax.graph._registration import (
     RegistrationError as RegistrationError,
+    check_reached as check_reached,
     check_tags as check_tags,
     registers_loss as registers_loss,
 )

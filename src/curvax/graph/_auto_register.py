@@ -91,10 +91,10 @@ def auto_register_tags(
         A function of arguments like `func_args`, of any shapes.
 
     Raises:
-        RegistrationError: if no loss is registered, or one was lost; if no loss depends on some
-            parameter, or one is in several layers; or, with `strict`, if one is not part of a known
-            kind of layer.
-        ValueError: if an argument makes no sense.
+        RegistrationError: if no loss is registered, or one was lost or has a derivative in no
+            parameter; if no loss depends on some parameter, or one is in several layers; or, with
+            `strict`, if one is not part of a known kind of layer.
+        ValueError: if an argument makes no sense, or a tag names one parameter twice.
     """
     options = registration_options(
         register_only_generic,

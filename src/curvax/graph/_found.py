@@ -1,7 +1,7 @@
 """What is found of parameters: their uses, and what is on the way to these."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field, replace
 
 from curvax.graph._axes import Axes
@@ -50,6 +50,8 @@ class Found:
     """Sites that met nothing so far that differs from example to example."""
     views: dict[Operand, ParamView] = field(default_factory=dict)
     """All operands that are parameters, at most re-arranged."""
+    without_derivative: set[int] = field(default_factory=set)
+    """Parameters with uses, all of which were left out as no loss has a derivative there."""
 
     def is_param(self, operand: Operand) -> bool:
         """Whether an operand is a parameter, at most re-arranged."""
@@ -82,6 +84,14 @@ class Found:
             uses[:] = [
                 Use(use.node, reason=reason) if use.site in self.doubtful else use for use in uses
             ]
+
+    def leave_out(self, reached: Set[Operand]) -> None:
+        """Leave out the uses that return nothing that is reached: there is no curvature there."""
+        for param, uses in self.uses.items():
+            kept = [use for use in uses if not reached.isdisjoint(use.node.outputs)]
+            if uses and not kept:
+                self.without_derivative.add(param)
+            uses[:] = kept
 
     def replace_site(self, old: Site, new: Site) -> None:
         """Put a site in the place of another wherever that is used."""

@@ -23,6 +23,7 @@ from curvax.tags import generic_tag, scale_and_shift_tag
 __all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
 
 _UNUSED = "no loss depends on it"
+_NO_DERIVATIVE = "no loss has a derivative in it"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ def build_layers(
         return sorted(layers, key=lambda layer: layer.params)
     _separate_biases(uses, left, skipped)
     for param in left:
+        if param in found.without_derivative:
+            layers.append(_generic(param, _NO_DERIVATIVE))
+            continue
         layer = _layer_of(param, uses, skipped)
         if layer is not None:
             layers.append(layer)

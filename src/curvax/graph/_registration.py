@@ -26,7 +26,8 @@ from curvax.graph._patterns import (
     GraphPattern,
     matches,
 )
-from curvax.graph._program import Node, Program, Variable, read
+from curvax.graph._program import Node, Operand, Program, Variable, read
+from curvax.graph._reached import reached_from
 from curvax.graph._run import run
 from curvax.graph._tagging import TagSites, is_loss, tag_generic
 from curvax.tags import Tag, noted_registrations
@@ -35,6 +36,7 @@ __all__ = [
     "Options",
     "Registration",
     "RegistrationError",
+    "check_reached",
     "check_tags",
     "register",
     "registers_loss",
@@ -137,7 +139,9 @@ def register(
     params = [program.inputs[number] for number in params_range]
     generic = options.only_generic
     examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
+    reached = check_reached(needed, losses, params, options.through_custom, where)
     found = find_uses(needed, params, options.through_custom, examples)
+    found.leave_out(reached)
     matched = [
         match
         for pattern in options.patterns
@@ -215,6 +219,31 @@ def _check_references(needed: Program, where: str) -> None:
             f"as jax.new_ref makes them, and loops with the setting jax_scan3. Layers cannot be "
             f"found behind these: compute with arrays, and leave jax_scan3 off."
         )
+
+
+def check_reached(
+    program: Program,
+    losses: Sequence[Node],
+    params: Sequence[Variable],
+    through_custom: bool,
+    where: str,
+) -> set[Operand]:
+    """Check that each loss has a derivative in some parameter; return what has one of any loss."""
+    reached: set[Operand] = set()
+    constant: list[str] = []
+    for node in losses:
+        own = reached_from([node], program, through_custom)
+        reached |= own
+        if params and own.isdisjoint(params):
+            constant.append(_described(node.equation.primitive, node.params))
+    if constant:
+        raise RegistrationError(
+            f"{where}: the predictions of {', '.join(constant)} have no derivative in any "
+            f"parameter, so that there is no curvature. Register what is computed from the "
+            f"parameters, before `stop_gradient`, rounding or a conversion to integers; a loss "
+            f"that is meant to be constant needs no registration."
+        )
+    return reached
 
 
 def _described(tag: Tag, params: dict[str, Any]) -> str:

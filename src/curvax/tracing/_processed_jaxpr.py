@@ -13,6 +13,7 @@ from curvax.graph import (
     Program,
     RegistrationError,
     auto_register_tags as tag_layers,
+    check_reached,
     check_tags,
     is_loss,
     read,
@@ -138,11 +139,16 @@ class ProcessedJaxpr:
             func, interaction = tagged, tagged.registration(*args).interaction
         traced = jax.make_jaxpr(func)(*args)
         through_custom = auto_registration_kwargs.get("through_custom_derivatives", False)
-        check_tags(read(traced), through_custom, "curvax.ProcessedJaxpr")
+        where = "curvax.ProcessedJaxpr"
+        check_tags(read(traced), through_custom, where)
         tree = jax.tree.structure(args)
         index = params_index % len(args)
         processed = cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)
         processed.interaction = interaction
+        if not auto_register_tags:  # Otherwise it was checked where layers were looked for.
+            inside = processed.params_range
+            params = processed.program.inputs[inside.start : inside.stop]
+            check_reached(processed.program, processed.losses, params, through_custom, where)
         return processed
 
     def _check_complete(self) -> None:
