@@ -8,7 +8,9 @@ from collections.abc import Hashable
 from typing import Any, Generic, TypeVar, final
 
 import jax
+import numpy as np
 
+from curvax import _compat
 from curvax._types import PyTree
 
 __all__ = ["Same", "Static", "as_key", "broadcast_prefix", "leaf_name"]
@@ -115,13 +117,16 @@ class Same:
 def as_key(tree: PyTree) -> Hashable:
     """A pytree as a key: by its structure, and the values of its leaves where they have one.
 
-    Leaves that cannot be hashed are themselves only. Numbers of different types are different.
+    Leaves that cannot be hashed are themselves only. Numbers of different types are different, and
+    those of different bits: `0.0` and `-0.0`.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(map(_leaf_key, leaves))
 
 
 def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, float | complex | np.generic):
+        return _compat.scalar_key(leaf)
     try:
         hash(leaf)
     except TypeError:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from curvax.memory._cache import FunctionCache
+from curvax.memory._cache import MOST, FunctionCache
 from helpers import CountTraces
 
 
@@ -141,6 +141,17 @@ def test_what_cannot_be_referred_to_weakly_is_not_kept(cache, make):
     assert cache.get(fun, 1, make) is not cache.get(fun, 1, make)
     assert make.count == 2
     assert not cache_holds(cache)
+
+
+def test_only_what_was_asked_for_last_is_kept(cache, make):
+    """A function that changes all the time would fill the memory."""
+    fun = new_function()
+    first = cache.get(fun, "first", make)
+    for key in range(2 * MOST):
+        cache.get(fun, key, make)
+        assert cache.get(fun, "first", make) is first
+    ((_, entries),) = cache._entries.values()
+    assert len(entries) == MOST
 
 
 def test_a_failure_is_not_kept(cache, make):

@@ -43,7 +43,10 @@ from curvax._compat._functions import (
     tracing_context,
     true_account,
     unjitted,
+    untraced,
+    with_constants,
 )
+from curvax._compat._keys import program_key, scalar_key
 from curvax._compat._primitives import (
     Primitive,
     define_identity,
@@ -114,11 +117,13 @@ __all__ = [
     "parameters",
     "passes_through",
     "primitives_inside",
+    "program_key",
     "reads_reference",
     "resized",
     "returns_complex",
     "run_equation",
     "run_now",
+    "scalar_key",
     "sent_by_first",
     "shape_of",
     "sharding_of",
@@ -131,9 +136,11 @@ __all__ = [
     "unjitted",
     "unplaced",
     "unsharded_along",
+    "untraced",
     "unwrap_keys",
     "varying_axes",
     "varying_like",
     "wait_for_all",
+    "with_constants",
     "wrap_keys",
 ]

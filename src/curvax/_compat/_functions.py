@@ -25,6 +25,8 @@ __all__ = [
     "tracing_context",
     "true_account",
     "unjitted",
+    "untraced",
+    "with_constants",
 ]
 
 
@@ -34,7 +36,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     The result is called like `fun`. Unlike a jitted function it is never traced again, also where
     an argument is of weak type at one time and not at another.
     """
-    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    program, shapes = jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 
     def traced(*args: Any) -> Any:
@@ -58,21 +60,28 @@ def trace_change(
     return traced, changed
 
 
-def trace_with_constants(
-    fun: Callable[..., Any], *args: Any
-) -> tuple[Callable[..., Any], list[Any], Any]:
-    """`fun` traced for arguments like these, what it closed over, and the shapes of its result.
+def untraced(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` as a function that JAX has never seen.
 
-    The first takes those constants, then the leaves of the arguments, and returns the leaves of
-    the result. Constants are arrays, or tracers of the transformation in which this is called.
+    `jax.make_jaxpr`, `jax.eval_shape` and `jax.checkpoint` keep what they traced for a function,
+    and would not notice that something which it reads has changed since.
     """
-    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    count = len(program.consts)
+    return lambda *args: fun(*args)
 
-    def traced(*leaves: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(program.jaxpr, leaves[:count], *leaves[count:])
 
-    return traced, program.consts, shapes
+def trace_with_constants(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """`fun` traced for arguments like these, as a closed jaxpr, and the shapes of its result.
+
+    Its constants, what the function closed over, are arrays, or tracers of the transformation in
+    which this is called. See `with_constants`.
+    """
+    return jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
+
+
+def with_constants(program: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of constants like its own, then of leaves; to leaves."""
+    jaxpr, count = program.jaxpr, len(program.consts)
+    return lambda *leaves: jax.core.eval_jaxpr(jaxpr, leaves[:count], *leaves[count:])
 
 
 def tracing_context() -> Any:

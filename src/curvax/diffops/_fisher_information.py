@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.batching import AccumulationType, microbatch
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised, has_derivative, raised
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.memory import Budget, Objective
@@ -78,7 +79,6 @@ def fisher_information(
                [0., 1.]], dtype=float32)
     """
     where = "curvax.fisher_information"
-    loglike = _compat.unjitted(loglike)
     devices = Devices.of(mesh, axis, False, where)
     point, x = Point.of(x, where), as_arrays(x)
     num_examples = _num_examples(data, where)
@@ -95,15 +95,17 @@ def fisher_information(
         devices=devices,
         what="examples",
     )
-    _check_scalar(loglike, x, data, where)
-    g = jax.checkpoint(loglike) if checkpoint else loglike
+    traced = _traced(loglike, x, data, where)
 
-    def products(x: PyTree, data: PyTree) -> Array:
-        score = lambda example: point.flatten(jax.grad(g)(x, example))
-        scores = jax.vmap(score)(data)
-        return scores.T @ scores
+    def build(functions: Sequence[Fun], size: int, limits: Sequence[int] | None) -> Fun:
+        (f,) = functions
+        g = jax.checkpoint(f) if checkpoint else f
 
-    def build(size: int, limits: Sequence[int] | None) -> Fun:
+        def products(x: PyTree, data: PyTree) -> Array:
+            score = lambda example: point.flatten(jax.grad(g)(x, example))
+            scores = jax.vmap(score)(data)
+            return scores.T @ scores
+
         return microbatch(
             products,
             1,
@@ -117,19 +119,43 @@ def fisher_information(
 
     # Only on one device are the first microbatches the first examples, and can be timed apart.
     key, rehearsed = (checkpoint, devices), mesh is None
-    F = options.run(loglike, build, x, data, key=key, rehearsed=rehearsed)
+    with advised(where, *_forward_advice(traced, x, data)):
+        F = options.run([traced], build, x, data, key=key, rehearsed=rehearsed)
     return F, point.unflatten
 
 
-def _check_scalar(loglike: Fun, x: PyTree, data: PyTree, where: str) -> None:
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    returned = jax.eval_shape(loglike, x, jax.tree.map(shape, data))
+def _traced(loglike: Fun, x: PyTree, data: PyTree, where: str) -> TracedFunction:
+    """The log-likelihood of one example, checked to be one real number."""
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+    traced = TracedFunction.of(loglike, x, example)
+    returned = traced.outputs
     real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
     if not real or returned.shape != ():
         raise TypeError(
             f"{where}: loglike must return a real floating-point scalar for an example, got "
             f"{returned}."
         )
+    return traced
+
+
+def _forward_advice(
+    loglike: TracedFunction, x: PyTree, data: PyTree
+) -> tuple[Callable[[], Exception | None], Callable[[], str | None]]:
+    """Why there are no scores, and what to do then."""
+    f = loglike.with_consts(loglike.consts)
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+
+    def advice() -> str | None:
+        forward = lambda x, example: jax.jvp(lambda x: f(x, example), (x,), (x,))[1]
+        if not has_derivative(forward, x, example):
+            return None
+        return (
+            "loglike has no derivative in reverse mode, but it has one in forward mode: with S, "
+            "unflatten = curvax.jacobian(lambda x: jax.vmap(loglike, (None, 0))(x, data), x, "
+            "mode='forward'), the matrix is S.T @ S."
+        )
+
+    return lambda: raised(jax.grad(f), x, example), advice
 
 
 def _num_examples(data: Any, where: str) -> int:

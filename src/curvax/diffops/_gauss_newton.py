@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax import _compat
-from curvax._tree import Same
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised, has_derivative, why_not
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
@@ -88,27 +88,30 @@ def gauss_newton(
                [5., 9.]], dtype=float32)
     """
     where = "curvax.gauss_newton"
-    f = _compat.unjitted(f)
     devices = Devices.of(mesh, axis, replicated, where)
     point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    residuals = Point.of(jax.eval_shape(f, x), where, "f(x)")
+    traced = TracedFunction.of(f, x)
+    residuals = Point.of(traced.outputs, where, "f(x)")
+    functions = [traced, _traced_weight(weight, residuals, where)] if callable(weight) else [traced]
     given, apply = _weight(weight, residuals, where)
     given = devices.checked("weight", given, where)
 
-    def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
-        x, given = arguments
-        return (jax.linearize(jax.checkpoint(f) if checkpoint else f, x)[1], given), None
+    def problem(f: Fun, weight: Fun | None = None) -> BlockProblem:
+        def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
+            x, given = arguments
+            return (jax.linearize(jax.checkpoint(f) if checkpoint else f, x)[1], given), None
 
-    def column(prepared: Any, index: Size) -> Array:
-        push_forward, given = prepared
-        direction = point.direction(index)
-        (pulled_back,) = jax.linear_transpose(push_forward, direction)(
-            apply(given, push_forward(direction))
-        )
-        return point.flatten(pulled_back)
+        def column(prepared: Any, index: Size) -> Array:
+            push_forward, given = prepared
+            direction = point.direction(index)
+            pushed = push_forward(direction)
+            weighted = apply(given, pushed) if weight is None else weight(pushed)
+            (pulled_back,) = jax.linear_transpose(push_forward, direction)(weighted)
+            return point.flatten(pulled_back)
 
-    # The matrix is symmetric only if the weight is, so columns are put where columns belong.
-    problem = BlockProblem(prepare, (Part(point.size, column, -1),))
+        # The matrix is symmetric only if the weight is, so columns are put where columns belong.
+        return BlockProblem(prepare, (Part(point.size, column, -1),))
+
     options = BlockOptions.of(
         devices.share(point.size),
         where,
@@ -120,8 +123,24 @@ def gauss_newton(
         devices=devices,
     )
     bar = "gauss_newton" if progress else None
-    key = checkpoint, Same(weight) if callable(weight) else None
-    (matrix,), _ = solve(problem, f, (x, given), options, key=key, progress=bar)
+
+    def lacking() -> Exception | None:
+        return why_not(problem(*(each.with_consts(each.consts) for each in functions)), (x, given))
+
+    def advice() -> str | None:
+        g = traced.with_consts(traced.consts)
+        forward = lambda x: jax.jvp(g, (x,), (x,))[1]
+        reverse = lambda x: jax.vjp(g, x)[1](g(x))
+        if not (has_derivative(forward, x) or has_derivative(reverse, x)):
+            return None
+        return (
+            "f has derivatives in one mode only, and products with this matrix take both. Its "
+            "Jacobian can be computed: with J, unflatten = curvax.jacobian(f, x), the matrix is "
+            "J.T @ J or J.T @ W @ J, for an f that returns one vector."
+        )
+
+    with advised(where, lacking, advice):
+        (matrix,), _ = solve(problem, functions, (x, given), options, key=checkpoint, progress=bar)
     return matrix, point.unflatten
 
 
@@ -129,11 +148,8 @@ def _weight(
     weight: Any, residuals: Point, where: str
 ) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
     """The weight as an array, if it is one, and how to apply it to a pytree like the residuals."""
-    if weight is None:
+    if weight is None or callable(weight):
         return None, lambda _, tree: tree
-    if callable(weight):
-        _check_function(weight, residuals, where)
-        return None, lambda _, tree: weight(tree)
     array = jnp.asarray(weight)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{where}: weight is of type {array.dtype}, but residuals are real.")
@@ -156,11 +172,13 @@ def _weight(
     return array, apply
 
 
-def _check_function(weight: Fun, residuals: Point, where: str) -> None:
+def _traced_weight(weight: Fun, residuals: Point, where: str) -> TracedFunction:
+    """A weight that is a function, checked to return what it is given."""
     pairs = zip(residuals.shapes, residuals.dtypes, strict=True)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
     given = jax.tree.unflatten(residuals.structure, shapes)
-    returned = jax.eval_shape(weight, given)
+    traced = TracedFunction.of(weight, given)
+    returned = traced.outputs
     described = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(returned)]
     expected = [(shape.shape, shape.dtype) for shape in shapes]
     if jax.tree.structure(returned) != residuals.structure or described != expected:
@@ -168,3 +186,4 @@ def _check_function(weight: Fun, residuals: Point, where: str) -> None:
             f"{where}: weight must return what it is given, a pytree like the residuals. It is "
             f"given {given} and returns {returned}."
         )
+    return traced

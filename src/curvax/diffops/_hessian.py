@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised_to_go_forward
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
@@ -105,10 +106,10 @@ def hessian(
                [-400.,  200.]], dtype=float32)
     """
     where = "curvax.hessian"
-    f = _compat.unjitted(f)
     devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
     point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    check_scalar(f, x, has_aux, where)
+    traced = TracedFunction.of(f, x)
+    check_scalar(traced, has_aux, where)
     options = BlockOptions.of(
         devices.share(point.size),
         where,
@@ -120,21 +121,26 @@ def hessian(
         devices=devices,
     )
 
-    def prepare(x: PyTree) -> tuple[Any, PyTree]:
-        gradient = jax.grad(jax.checkpoint(f) if checkpoint else f, has_aux=has_aux)
-        return linear_map(jax.linearize, gradient, x, has_aux)
+    def rows(f: Fun) -> BlockProblem:
+        def prepare(x: PyTree) -> tuple[Any, PyTree]:
+            gradient = jax.grad(jax.checkpoint(f) if checkpoint else f, has_aux=has_aux)
+            return linear_map(jax.linearize, gradient, x, has_aux)
 
-    def column(product: Any, index: Size) -> Array:
-        return point.flatten(product(point.direction(index)))
+        def column(product: Any, index: Size) -> Array:
+            return point.flatten(product(point.direction(index)))
 
-    # By symmetry a column is a row, and rows are contiguous.
-    plain = BlockProblem(prepare, (Part(point.size, column),))
-    if out is not None:
-        (matrix,), aux = stream(plain, x, options, out, overwrite, progress)
-    else:
-        by_triangle = jit and mesh is None
-        problem = Triangle(f, x, point, has_aux, checkpoint) if by_triangle else plain
-        bar = "hessian" if progress else None
-        key = checkpoint, has_aux
-        (matrix,), aux = solve(problem, f, x, options, key=key, progress=bar)
+        # By symmetry a column is a row, and rows are contiguous.
+        return BlockProblem(prepare, (Part(point.size, column),))
+
+    def triangle(f: Fun) -> Triangle:
+        return Triangle(f, x, point, has_aux, checkpoint)
+
+    with advised_to_go_forward(where, rows, traced, x, has_aux):
+        if out is not None:
+            (matrix,), aux = stream(rows(traced.untraced()), x, options, out, overwrite, progress)
+        else:
+            problem = triangle if jit and mesh is None else rows
+            bar = "hessian" if progress else None
+            key = checkpoint, has_aux
+            (matrix,), aux = solve(problem, [traced], x, options, key=key, progress=bar)
     return (matrix, point.unflatten, aux) if has_aux else (matrix, point.unflatten)

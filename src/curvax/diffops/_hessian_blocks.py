@@ -1,14 +1,16 @@
 """`hessian_blocks`: second derivatives by the coordinates of each leaf."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised_to_go_forward
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
@@ -77,13 +79,13 @@ def hessian_blocks(
                [4., 0.]], dtype=float32)
     """
     where = "curvax.hessian_blocks"
-    f = _compat.unjitted(f)
     devices = Devices.of(mesh, axis, replicated, where)
     point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    check_scalar(f, x, False, where)
+    traced = TracedFunction.of(f, x)
+    check_scalar(traced, False, where)
     sizes = point.sizes
 
-    def prepare(x: PyTree) -> tuple[list[Any], None]:
+    def prepare(f: Fun, x: PyTree) -> tuple[list[Any], None]:
         g = jax.checkpoint(f) if checkpoint else f
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
 
@@ -105,7 +107,9 @@ def hessian_blocks(
 
         return Part(sizes[number], column, shape=shape)
 
-    problem = BlockProblem(prepare, tuple(map(part, range(len(sizes)))))
+    def problem(f: Fun) -> BlockProblem:
+        return BlockProblem(functools.partial(prepare, f), tuple(map(part, range(len(sizes)))))
+
     options = BlockOptions.of(
         devices.share(max(sizes, default=0)),
         where,
@@ -117,5 +121,6 @@ def hessian_blocks(
         devices=devices,
     )
     bar = "hessian_blocks" if progress else None
-    blocks, _ = solve(problem, f, x, options, key=checkpoint, progress=bar)
+    with advised_to_go_forward(where, problem, traced, x):
+        blocks, _ = solve(problem, [traced], x, options, key=checkpoint, progress=bar)
     return jax.tree.unflatten(point.structure, blocks)

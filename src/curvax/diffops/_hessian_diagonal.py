@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised_to_go_forward
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
@@ -75,13 +76,10 @@ def hessian_diagonal(
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
     where = "curvax.hessian_diagonal"
-    f = _compat.unjitted(f)
     devices = Devices.of(mesh, axis, replicated, where)
     point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    check_scalar(f, x, False, where)
-
-    def prepare(x: PyTree) -> tuple[Any, None]:
-        return jax.linearize(jax.grad(jax.checkpoint(f) if checkpoint else f), x)[1], None
+    traced = TracedFunction.of(f, x)
+    check_scalar(traced, False, where)
 
     def element(product: Any, index: Size) -> Array:
         direction = point.direction(index)
@@ -92,7 +90,12 @@ def hessian_diagonal(
         ]
         return sum(parts, start=jnp.zeros((), point.dtype))
 
-    problem = BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
+    def problem(f: Fun) -> BlockProblem:
+        def prepare(x: PyTree) -> tuple[Any, None]:
+            return jax.linearize(jax.grad(jax.checkpoint(f) if checkpoint else f), x)[1], None
+
+        return BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
+
     options = BlockOptions.of(
         devices.share(point.size),
         where,
@@ -104,5 +107,6 @@ def hessian_diagonal(
         devices=devices,
     )
     bar = "hessian_diagonal" if progress else None
-    (diagonal,), _ = solve(problem, f, x, options, key=checkpoint, progress=bar)
+    with advised_to_go_forward(where, problem, traced, x):
+        (diagonal,), _ = solve(problem, [traced], x, options, key=checkpoint, progress=bar)
     return diagonal

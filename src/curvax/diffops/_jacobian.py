@@ -1,5 +1,7 @@
 """`jacobian`: all first derivatives of a function, a block of columns or rows at a time."""
 
+import functools
+from collections.abc import Callable, Hashable
 from os import PathLike
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -7,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax import _compat
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
+from curvax.diffops._modes import advised, why_not
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._point import Point, as_arrays
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._solve import solve
 from curvax.diffops._stream import stream
 from curvax.diffops._value import linear_map, value_shapes
-from curvax.memory import Budget, Objective
+from curvax.memory import Budget, FunctionCache, Objective
 from curvax.parallel import Axis
 
 __all__ = ["jacobian"]
@@ -72,7 +75,8 @@ def jacobian(
             while it computes a block.
         objective: with a budget, "memory" takes the largest block that fits, "time" the fastest
             of some.
-        mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers.
+        mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers,
+            or the other one if `f` has no derivative in that mode.
         has_aux: whether `f` returns `(value, aux)`.
         progress: whether to show a progress bar of blocks.
         out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
@@ -97,8 +101,8 @@ def jacobian(
     Raises:
         ValueError: if there are more batches than parameters (or rows), two sizes are given, a
             budget or a mesh with `jit=False`, the store at `out` belongs to something else, the
-            mesh does not have the axis, `x` is committed to other devices, or processes disagree
-            on shapes.
+            mesh does not have the axis, `x` is committed to other devices, processes disagree on
+            shapes, or `f` has no derivative in the mode that was asked for.
         TypeError: if `x` is not real floating-point, an output is not floating-point, or a complex
             output meets reverse mode.
         MemoryBudgetError: if not even blocks of one fit the budget.
@@ -116,19 +120,25 @@ def jacobian(
     where = "curvax.jacobian"
     if mode not in get_args(Mode):
         raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
-    f = _compat.unjitted(f)
     devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
     point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    outputs = _outputs(f, x, has_aux, where)
+    traced = TracedFunction.of(f, x)
+    outputs = _outputs(traced, has_aux, where)
     leaves, structure = jax.tree.flatten(outputs)
-    reverse = _is_reverse(mode, point, leaves, out is not None, where)
-    problem = (
-        _by_rows(f, point, outputs, checkpoint, has_aux)
-        if reverse
-        else (_by_columns(f, point, checkpoint, has_aux))
-    )
+
+    def by(reverse: bool, f: Fun) -> BlockProblem:
+        if reverse:
+            return _by_rows(f, point, outputs, checkpoint, has_aux)
+        return _by_columns(f, point, checkpoint, has_aux)
+
+    why_not_by = lambda reverse: why_not(by(reverse, traced.with_consts(traced.consts)), x)
+    reverse = _is_reverse(mode, leaves, out is not None, where)
+    if reverse is None:
+        cheaper = REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
+        reverse = _possible(traced, cheaper, why_not_by, (checkpoint, has_aux))
+    problem = functools.partial(by, reverse)
     options = BlockOptions.of(
-        sum(devices.share(part.length) for part in problem.parts),
+        sum(devices.share(part.length) for part in problem(f).parts),
         where,
         nbatches=nbatches,
         batch_size=batch_size,
@@ -140,13 +150,30 @@ def jacobian(
         most=None if mode == "reverse" else devices.share(point.size),
         what="rows" if mode == "reverse" else "parameters",
     )
-    if out is not None:
-        arrays, aux = stream(problem, x, options, out, overwrite, progress)
-    else:
-        bar = "jacobian" if progress else None
-        key = checkpoint, reverse, has_aux
-        parts, aux = solve(problem, f, x, options, key=key, progress=bar)
-        arrays = jax.tree.leaves(parts)
+
+    def other_mode() -> str | None:
+        if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
+            return None
+        lacking, there = ("reverse", "forward") if reverse else ("forward", "reverse")
+        if mode == "auto":  # The other one was ruled out.
+            return (
+                f"f has no derivative in {lacking} mode, and rows, by {there} mode, can be written "
+                f"to disk only if f returns one array with one axis. Let it return such an array, "
+                f"or leave out=None."
+            )
+        return (
+            f"f has no derivative in {lacking} mode, but it has one in {there} mode: use "
+            f"mode={there!r}, or mode='auto', which finds out."
+        )
+
+    with advised(where, lambda: why_not_by(reverse), other_mode):
+        if out is not None:
+            arrays, aux = stream(problem(traced.untraced()), x, options, out, overwrite, progress)
+        else:
+            bar = "jacobian" if progress else None
+            key = checkpoint, reverse, has_aux
+            parts, aux = solve(problem, [traced], x, options, key=key, progress=bar)
+            arrays = jax.tree.leaves(parts)
     J = jax.tree.unflatten(structure, arrays)
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
 
@@ -184,9 +211,9 @@ def _by_rows(
     return BlockProblem(prepare, tuple(map(part, range(len(leaves)))))
 
 
-def _outputs(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
+def _outputs(f: TracedFunction, has_aux: bool, where: str) -> PyTree:
     """The shapes of what `f` returns, checked to be something that has derivatives."""
-    returned = value_shapes(f, x, has_aux, where)
+    returned = value_shapes(f, has_aux, where)
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
@@ -196,8 +223,30 @@ def _outputs(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
     return returned
 
 
-def _is_reverse(mode: Mode, point: Point, leaves: Any, to_disk: bool, where: str) -> bool:
-    complex_ = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.complexfloating)]
+_reverse: FunctionCache[bool] = FunctionCache()
+
+
+def _possible(
+    f: TracedFunction,
+    cheaper: bool,
+    why_not: Callable[[bool], Exception | None],
+    key: Hashable,
+) -> bool:
+    """Whether to compute rows: if that is cheaper, unless `f` has only the other derivative."""
+
+    def try_both() -> bool:
+        return cheaper if why_not(cheaper) is None or why_not(not cheaper) else not cheaper
+
+    return try_both() if f.key is None else _reverse.get(f.fun, (f.key, cheaper, key), try_both)
+
+
+def _is_complex(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+
+
+def _is_reverse(mode: Mode, leaves: Any, to_disk: bool, where: str) -> bool | None:
+    """Whether to compute rows, by what was asked for; None if both may be."""
+    complex_ = [leaf.dtype for leaf in leaves if _is_complex(leaf)]
     # On disk a block of rows has to be a block of one axis.
     awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
     if mode == "reverse" and complex_:
@@ -212,4 +261,4 @@ def _is_reverse(mode: Mode, point: Point, leaves: Any, to_disk: bool, where: str
         )
     if mode != "auto" or complex_ or awkward:
         return mode == "reverse"
-    return REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
+    return None

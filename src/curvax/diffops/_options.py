@@ -7,6 +7,7 @@ from typing import Any
 from curvax._checks import check_size
 from curvax._types import Fun, PyTree
 from curvax.diffops._devices import Devices
+from curvax.diffops._function import TracedFunction
 from curvax.memory import Budget, BudgetRequest, Objective, run_compiled
 
 __all__ = ["BlockOptions"]
@@ -93,37 +94,62 @@ class BlockOptions:
 
     def run(
         self,
-        fun: Fun,
-        build: Callable[[int, Sequence[int] | None], Fun],
+        functions: Sequence[TracedFunction],
+        build: Callable[[Sequence[Fun], int, Sequence[int] | None], Fun],
         *args: Any,
         key: Hashable,
         lengths: Callable[[], Sequence[int]] | None = None,
         rehearsed: bool = True,
     ) -> PyTree:
-        """Call `build(size, limits)(*args)` at the right size, compiled once for `fun` and the key.
+        """Call `build(functions, size, limits)(*args)` at the right size.
 
-        The work may be in several parts, whose `lengths` are asked for when they are needed.
-        `limits` is None, or for each part the number of blocks after which to stop; that is for
-        timing, unless all of the work is to be timed.
+        It is compiled once for what the functions do and for the key, and kept as long as the first
+        of them lives. The work may be in several parts, whose `lengths` are asked for when they are
+        needed. `limits` is None, or for each part the number of blocks after which to stop; that is
+        for timing, unless all of the work is to be timed.
         """
+        # On a mesh, types say where arrays are, and those of a trace outside of it do not fit.
+        is_settled = self.jit and self.devices.axis is None and all(f.key for f in functions)
+        plain = [function.untraced() for function in functions]
+
+        def made(size: int, limits: Sequence[int] | None = None) -> Fun:
+            if not is_settled:
+                return build(plain, size, limits)
+
+            def call(consts: Sequence[Sequence[Any]], *args: Any) -> Any:
+                pairs = zip(functions, consts, strict=True)
+                return build([f.with_consts(given) for f, given in pairs], size, limits)(*args)
+
+            return call
+
         key = self.where, key
-        rehearse = lambda size: self._rehearsal(
-            build, size, [self.length] if lengths is None else lengths()
-        )
+        if is_settled:
+            key = key, tuple(function.key for function in functions)
+            args = tuple(function.consts for function in functions), *args
+        number = lambda: [self.length] if lengths is None else lengths()
         if self.budget is not None:
             return self.budget.run(
-                fun,
-                lambda size: build(size, None),
+                functions[0].fun,
+                made,
                 args,
                 {},
-                lambda: range(1, max([1, *([self.length] if lengths is None else lengths())]) + 1),
+                lambda: range(1, max([1, *number()]) + 1),
                 key=(key, self.length),
-                rehearse=rehearse if rehearsed else None,
+                is_settled=is_settled,
+                rehearse=(lambda size: self._rehearsal(made, size, number()))
+                if rehearsed
+                else None,
             )
-        call = build(self.size, None)
         if not self.jit:
-            return call(*args)
-        return run_compiled(fun, call, args, {}, key=(key, self.size))
+            return made(self.size)(*args)
+        return run_compiled(
+            functions[0].fun,
+            made(self.size),
+            args,
+            {},
+            key=(key, self.size),
+            is_settled=is_settled,
+        )
 
     def _rehearsal(
         self, build: Callable[[int, Sequence[int] | None], Fun], size: int, lengths: Sequence[int]

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from curvax._types import Fun, PyTree
+from curvax.diffops._function import TracedFunction
 
 __all__ = ["check_scalar", "linear_map", "value_shapes"]
 
 
-def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
+def value_shapes(f: TracedFunction, has_aux: bool, where: str) -> PyTree:
     """The shapes of the value that `f` returns."""
-    returned = jax.eval_shape(f, x)
+    returned = f.outputs
     if not has_aux:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -23,9 +23,9 @@ def value_shapes(f: Fun, x: PyTree, has_aux: bool, where: str) -> PyTree:
     return returned[0]
 
 
-def check_scalar(f: Fun, x: PyTree, has_aux: bool, where: str) -> None:
+def check_scalar(f: TracedFunction, has_aux: bool, where: str) -> None:
     """Check that `f` returns one real number."""
-    returned = value_shapes(f, x, has_aux, where)
+    returned = value_shapes(f, has_aux, where)
     real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
     if not real or returned.shape != ():
         raise TypeError(

@@ -4,6 +4,11 @@ A `BudgetRequest` is what the user asked for. `run` calls a function whose size 
 the plan up, or makes it; then it runs the very program that was compiled and checked. Under an
 outer transformation, where there is nothing to run yet, only the size is planned, for shapes like
 these, and the function of that size becomes part of the outer program.
+
+A compiled program is used again only if it is the program of the function as it is now. So the
+function is traced at each call, and programs are kept by what was traced (`Program.key`), without
+the arrays that it closed over: these are arguments. Whoever knows what the program is without
+tracing it says so with `is_settled`.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -73,6 +78,10 @@ class _Kept:
 
 
 _kept: FunctionCache[_Kept] = FunctionCache()
+_sizes: FunctionCache[list[int]] = FunctionCache()
+"""The sizes that were planned for a function, which is not always the same; the last first."""
+
+MOST_SIZES = 4
 
 
 def run_compiled(
@@ -82,20 +91,28 @@ def run_compiled(
     kwargs: Mapping[str, Any],
     *,
     key: Hashable,
+    is_settled: bool = False,
 ) -> PyTree:
-    """Call `call_with(*args, **kwargs)`, compiled once for `fun`, the shapes and the key.
+    """Call `call_with(*args, **kwargs)`, compiled once for what it computes, and for the key.
 
-    As `jax.jit` does; but what is kept does not outlive `fun`, of which `call_with` is made.
+    What is kept does not outlive `fun`, of which `call_with` is made. With `is_settled`, the key
+    and the shapes of the arguments say what it computes, and it is not traced to know.
     """
     call = _Call.of(args, kwargs)
     if call.is_traced:
         return call_with(*args, **kwargs)
+    key = key, call.key, _compat.tracing_context()
+    if is_settled:
+        kept = _kept.get(fun, key, lambda: _Kept(None, call.compile(call_with)))
+        return call_with(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
+    program = call.program(call_with)
+    if not program.runs:
+        return call_with(*args, **kwargs)
     kept = _kept.get(
-        fun,
-        (key, call.key, _compat.tracing_context()),
-        lambda: _Kept(None, call.compile(call_with)),
+        fun, (key, program.key), lambda: _Kept(None, program.compile().without_consts())
     )
-    return call_with(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
+    assert kept.value is not None
+    return kept.value.with_consts(program.consts)(*call.leaves)
 
 
 @dataclass(frozen=True)
@@ -157,34 +174,49 @@ class BudgetRequest:
         sizes: Sequence[int] | Callable[[], Sequence[int]],
         *,
         key: Hashable = (),
+        is_settled: bool = False,
         rehearse: Rehearsal | None = None,
     ) -> PyTree:
         """Call `build(size)(*args, **kwargs)` at the planned size, one of `sizes`.
 
-        What was planned is kept for `fun`, by the shapes of the arguments and by `key`, which must
-        tell apart all that `build` and the sizes depend on beside them. `rehearse` gives a part of
-        the work to time in its place, and which share it is.
+        What was planned is kept as long as `fun` lives, for what is computed, the shapes of the
+        arguments and `key`, which must tell apart all that the sizes depend on beside them. With
+        `is_settled` the key and the shapes say what is computed, and it is not traced to know.
+        `rehearse` gives a part of the work to time in its place, and which share it is.
         """
         call = _Call.of(args, kwargs)
         largest = () if callable(sizes) else tuple(sizes[-1:])
-        context = call.key, largest, _compat.tracing_context()
-        kept = _kept.get(
-            fun,
-            (key, self, type(self.budget), context),
-            lambda: self._plan(build, call, sizes() if callable(sizes) else sizes, rehearse),
-        )
+        key = key, self, type(self.budget), call.key, largest, _compat.tracing_context()
+        traced: dict[int, Program] = {}
+
+        def program(size: int) -> Program:
+            if size not in traced:
+                traced[size] = call.program(build(size))
+            return traced[size]
+
+        def plan() -> _Kept:
+            return self._plan(program, call, sizes() if callable(sizes) else sizes, rehearse)
+
+        if is_settled:
+            kept = _kept.get(fun, key, plan)
+        else:
+            kept = _found(fun, key, program) or _keep(fun, key, program, plan())
         assert kept.plan is not None
         record(kept.plan)
-        planned = build(kept.plan.batch_size)
-        if call.is_traced:
-            return planned(*args, **kwargs)
-        if kept.value is None:
-            kept.value = call.compile(planned)
-        return planned(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
+        size = kept.plan.batch_size
+        if call.is_traced or (not is_settled and not program(size).runs):
+            return build(size)(*args, **kwargs)
+        if is_settled:
+            kept.value = kept.value or call.compile(build(size))
+            runs = kept.value
+        else:
+            kept.value = kept.value or program(size).compile().without_consts()
+            runs = kept.value.with_consts(program(size).consts)
+        return build(size)(*args, **kwargs) if runs is None else runs(*call.leaves)
 
     def _plan(
         self,
-        build: Callable[[int], Fun],
+        value: Callable[[int], Program],
         call: "_Call",
         sizes: Sequence[int],
         rehearse: Rehearsal | None,
@@ -192,8 +224,7 @@ class BudgetRequest:
         of_gradient = self.plan_for == "gradient"
 
         def program(size: int) -> Program:
-            value = call.program(build(size))
-            return value.gradient() if of_gradient else value
+            return value(size).gradient() if of_gradient else value(size)
 
         def timed(size: int) -> tuple[Program, float]:
             if rehearse is None or of_gradient:
@@ -211,6 +242,27 @@ class BudgetRequest:
             plan = plan_at(plan, size, program(size).compile())
         value = None if of_gradient else runnable(plan.executable)
         return _Kept(replace(plan, executable=None), value)
+
+
+def _found(fun: Fun, key: Hashable, program: Callable[[int], Program]) -> _Kept | None:
+    """What is kept for a function, as it is now and at one of the sizes that were planned."""
+    for size in _sizes.find(fun, key) or ():
+        kept = _kept.find(fun, (key, size, program(size).key))
+        if kept is not None:
+            return kept
+    return None
+
+
+def _keep(fun: Fun, key: Hashable, program: Callable[[int], Program], made: _Kept) -> _Kept:
+    """Keep what was planned, without what the function closes over now."""
+    assert made.plan is not None
+    size = made.plan.batch_size
+    if made.value is not None:
+        made.value = made.value.without_consts()
+    _kept.keep(fun, (key, size, program(size).key), made)
+    others = [before for before in _sizes.find(fun, key) or () if before != size]
+    _sizes.keep(fun, key, [size, *others][:MOST_SIZES])
+    return made
 
 
 def _digits(number: int) -> tuple[int, int]:
@@ -238,7 +290,7 @@ class _Call:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+        places = [i for i, x in enumerate(leaves) if _is_array(x)]
         arrays = tuple(jax.numpy.asarray(leaves[i]) for i in places)
         shapes = tuple(map(_compat.shape_of, arrays))
         others = tuple((i, as_key(x)) for i, x in enumerate(leaves) if i not in places)
@@ -271,4 +323,9 @@ class _Call:
         if self.is_traced:
             return None
         program = self.program(fun)
-        return program.compile() if not any(map(_compat.is_tracer, program.consts)) else None
+        return program.compile() if program.runs else None
+
+
+def _is_array(x: Any) -> bool:
+    """Whether `x` is an array that a program can take. Arrays of texts or objects are not."""
+    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")

@@ -6,8 +6,8 @@ compile a function that closes over tracers, inside of another transformation: t
 to know their shapes only.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,14 @@ class Executable:
         """Whether it can be called: if its constants are known. Tracers are not."""
         return not any(map(_compat.is_tracer, self.consts))
 
+    def without_consts(self) -> "Executable":
+        """The program alone, which keeps none of them alive."""
+        return replace(self, consts=())
+
+    def with_consts(self, consts: Sequence[Any]) -> "Executable":
+        """The program, to be called with these constants."""
+        return replace(self, consts=tuple(consts))
+
     def __call__(self, *leaves: Array) -> PyTree:
         """Run it on the leaves of its arguments."""
         return jax.tree.unflatten(self.structure, self.compiled(*self.consts, *leaves))
@@ -47,14 +55,24 @@ class Program:
     consts: tuple[Any, ...]
     leaves: tuple[Any, ...]
     outputs: PyTree
+    key: Hashable = None
+    """Equals that of another program only if both compute the same from constants and leaves."""
     donated: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fun: Fun, leaves: Sequence[Any], donated: Sequence[int] = ()) -> "Program":
         """Trace `fun` for positional arguments like these: arrays, tracers or shapes."""
         shapes = tuple(map(_compat.shape_of, leaves))
-        traced, consts, outputs = _compat.trace_with_constants(fun, *shapes)
-        return cls(traced, tuple(consts), shapes, outputs, tuple(donated))
+        program, outputs = _compat.trace_with_constants(fun, *shapes)
+        consts = tuple(program.consts)
+        operations = _compat.program_key(program, differentiated=False)
+        key = operations, tuple(map(_compat.shape_of, consts)), jax.tree.structure(outputs)
+        return cls(_compat.with_constants(program), consts, shapes, outputs, key, tuple(donated))
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be called: if its constants are known. Tracers are not."""
+        return not any(map(_compat.is_tracer, self.consts))
 
     def gradient(self) -> "Program":
         """The reverse pass: from the cotangent of the result to those of all that has one.
