@@ -175,7 +175,7 @@ def test_every_change_is_seen(kind):
     st.sampled_from(list(CALLS)),
     st.sampled_from(list(KINDS)),
     st.lists(
-        st.sampled_from([0.0, 0.5, 2, 3.0, True, np.float64(0.25), -1.5]), min_size=2, max_size=3
+        st.sampled_from([0.0, 0.5, 2, 3.0, np.float64(0.25), -1.5]), min_size=2, max_size=3
     ),
 )
 def test_any_change_is_seen_by_any_call(call, kind, values):
@@ -184,7 +184,7 @@ def test_any_change_is_seen_by_any_call(call, kind, values):
 
 @pytest.mark.parametrize("call", ["hessian", "chunked_vmap"])
 def test_what_takes_the_place_of_a_number_may_be_of_any_type(call):
-    values = [2.0, 2, True, np.float64(3), jnp.float64(2), jnp.arange(3.0), np.arange(3.0)]
+    values = [2.0, 2, np.float64(3), jnp.float64(2), jnp.arange(3.0), np.arange(3.0)]
     check(call, "attribute_of_an_object", values)
 
 

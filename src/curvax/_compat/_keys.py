@@ -23,7 +23,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from curvax._compat._programs import as_program, is_literal
+from curvax._compat._programs import as_program, is_literal, operation_name, parameters
 
 __all__ = ["program_key", "scalar_key"]
 
@@ -76,11 +76,12 @@ class _Keys:
         equations = []
         for eqn in jaxpr.eqns:
             is_callback = "callback" in eqn.primitive.name
-            params = [(name, self._param(x, is_callback)) for name, x in eqn.params.items()]
+            params = [(k, self._param(x, is_callback)) for k, x in parameters(eqn).items()]
             reads = tuple(map(read, eqn.invars))
             # Contexts are interned. They have settings that change what an operation computes.
             writes = tuple(map(written, eqn.outvars))
-            equations.append((eqn.primitive, tuple(params), eqn.ctx, reads, writes))
+            kind = eqn.primitive, operation_name(eqn)
+            equations.append((kind, tuple(params), eqn.ctx, reads, writes))
         return (*inputs, *equations, tuple(map(read, jaxpr.outvars)))
 
     def _param(self, x: Any, is_callback: bool) -> Hashable:

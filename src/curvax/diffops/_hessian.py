@@ -50,8 +50,8 @@ def hessian(
         return H, unflatten
 
     except that only one triangle of it is computed, and that one block at a time. It is compiled
-    once for each `f` and each shape of `x`. Where `f` has a derivative rule of its own that is not
-    its derivative, the second derivatives are not symmetric: take `jacobian(jax.grad(f), x)`.
+    once for what `f` does and each shape of `x`. Where `f` has a derivative rule of its own that is
+    not its derivative, the second derivatives are not symmetric: take `jacobian(jax.grad(f), x)`.
 
     Arguments:
         f: a real scalar function of a pytree.

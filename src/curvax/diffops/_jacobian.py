@@ -60,7 +60,7 @@ def jacobian(
         return J, unflatten
 
     except that `f` is linearised once, and only one block of columns (or of rows, in reverse mode)
-    is computed at a time. It is compiled once for each `f` and each shape of `x`.
+    is computed at a time. It is compiled once for what `f` does and each shape of `x`.
 
     Arguments:
         f: a function of a pytree, to an array or a pytree of arrays.
