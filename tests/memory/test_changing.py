@@ -174,9 +174,7 @@ def test_every_change_is_seen(kind):
 @given(
     st.sampled_from(list(CALLS)),
     st.sampled_from(list(KINDS)),
-    st.lists(
-        st.sampled_from([0.0, 0.5, 2, 3.0, np.float64(0.25), -1.5]), min_size=2, max_size=3
-    ),
+    st.lists(st.sampled_from([0.0, 0.5, 2, 3.0, np.float64(0.25), -1.5]), min_size=2, max_size=3),
 )
 def test_any_change_is_seen_by_any_call(call, kind, values):
     check(call, kind, values)
