@@ -23,8 +23,9 @@ def with_whole_arrays(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]
     """
     if not _compat.has_automatic_axes():
         return fun
-    traced, arrays, shapes = _compat.trace_with_constants(fun, *args)
-    arrays = [_compat.undivided(x) for x in arrays]
+    program, shapes = _compat.trace_with_constants(fun, *args)
+    traced = _compat.with_constants(program)
+    arrays = [_compat.undivided(x) for x in program.consts]
 
     def with_these(*args: Any) -> Any:
         # Said again within: otherwise what becomes of the result could have them split.
