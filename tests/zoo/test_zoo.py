@@ -52,7 +52,10 @@ class TestEachModel:
     @each_model
     def test_its_layers_are_recognised(self, entry):
         report, expected = registered(entry), entry.get().generic
-        generic = {row.path: row.reason for row in report.rows if row.reason}
+        on_examples = [row for row in report.rows if row.reason.startswith("examples ")]
+        assert bool(on_examples) == (not entry.get().independent), str(report)
+        reasons = {row.path: row.reason for row in report.rows if row not in on_examples}
+        generic = {path: reason for path, reason in reasons.items() if reason}
         assert generic.keys() == expected.keys(), str(report)
         assert all(expected[path] in reason for path, reason in generic.items()), str(report)
         assert report.coverage >= 0.99 or expected

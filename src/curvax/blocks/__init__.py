@@ -17,7 +17,10 @@ from curvax.blocks._conv import (
     Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
     ConvTwoKroneckerFactored as ConvTwoKroneckerFactored,
 )
-from curvax.blocks._defaults import make_block as make_block
+from curvax.blocks._defaults import (
+    default_block_ctor as default_block_ctor,
+    make_block as make_block,
+)
 from curvax.blocks._dense import (
     DenseTwoKroneckerFactored as DenseTwoKroneckerFactored,
     EmbeddingTwoKroneckerFactored as EmbeddingTwoKroneckerFactored,

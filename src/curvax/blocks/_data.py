@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from curvax._types import PyTree
 from curvax.blocks._layer import LayerSite
+from curvax.graph import EachStep
 
 __all__ = ["statistics_of_data"]
 
@@ -20,11 +21,16 @@ def statistics_of_data(
         return {"gradient": list(data["params_tangents"])}
     totals: dict[str, PyTree] = {}
     for site, at in zip(sites, data["sites"], strict=True):
-        for name, statistic in block.statistics(site, sites, state).items():
+        for name, block_statistic in block.statistics(site, sites, state).items():
+            statistic = block_statistic
             for _ in site.stacked:
                 statistic = jax.vmap(statistic)
             value = statistic(at["inputs"], at["outputs_tangents"])
-            shared = tuple(k for k, has in enumerate(site.stacked) if not has)
+            kept = site.stacked
+            if isinstance(block_statistic, EachStep):
+                pairs = zip(site.stacked, block_statistic.loops, strict=True)
+                kept = tuple(has or own for has, own in pairs)
+            shared = tuple(k for k, has in enumerate(kept) if not has)
             value = jax.tree.map(lambda x, axes=shared: jnp.sum(x, axes), value)
             before = totals.get(name)
             totals[name] = value if before is None else jax.tree.map(jnp.add, before, value)

@@ -9,8 +9,10 @@ from curvax.blocks._dense import DenseTwoKroneckerFactored, EmbeddingTwoKronecke
 from curvax.blocks._diagonal import NaiveDiagonal, ScaleAndShiftDiagonal
 from curvax.blocks._layer import LayerEquation
 from curvax.blocks._parts import Parts
+from curvax.blocks._settings import get_default_tag_to_block_ctor
+from curvax.blocks._shared import OfExampleGradients
 
-__all__ = ["DEFAULT_BLOCKS", "make_block"]
+__all__ = ["DEFAULT_BLOCKS", "default_block_ctor", "make_block"]
 
 DEFAULT_BLOCKS: Mapping[str, type[CurvatureBlock]] = {
     "dense_tag": DenseTwoKroneckerFactored,
@@ -20,6 +22,18 @@ DEFAULT_BLOCKS: Mapping[str, type[CurvatureBlock]] = {
     "scale_and_shift_tag": ScaleAndShiftDiagonal,
     "generic_tag": NaiveDiagonal,
 }
+
+
+def default_block_ctor(tag_name: str) -> Callable[[Any, str], CurvatureBlock]:
+    """What makes the blocks of a tag, if nobody says which for a layer.
+
+    A model must be trainable as it is: of the blocks that curvax chooses itself, those that are
+    made of gradients of single examples make do without them. Their remarks say so.
+    """
+    ctor = get_default_tag_to_block_ctor(tag_name)
+    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(ctor, OfExampleGradients):
+        return functools.partial(ctor, allow_approximation=True)
+    return ctor
 
 
 def make_block(

@@ -7,23 +7,32 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._block import Statistics
 from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, power_key
-from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
+from curvax.blocks._gradients import gradient_statistics, gradient_terms
 from curvax.blocks._layer import LayerSite
-from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
+from curvax.blocks._shared import (
+    OfExampleGradients,
+    OfScaleAndShift,
+    OfTotalGradient,
+    SomeAtATime,
+)
 from curvax.blocks._state import BlockState
 from curvax.linalg import WeightedMovingAverage, spectral_power
 
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
 
 
-class Diagonal(CurvatureBlock):
+class Diagonal(OfExampleGradients):
     """The diagonal of the curvature: the mean over examples of their squared gradients.
 
     Arguments:
         layer_tag_eq: the equation of the layer's tag.
         name: what the block is called.
+        allow_approximation: whether to make do where the gradients of single examples are not
+            known: because it is not known which positions belong to one (each then counts as one),
+            or because examples interact (they are then taken to be independent). Otherwise that is
+            an error.
     """
 
     class State(BlockState):
@@ -39,15 +48,12 @@ class Diagonal(CurvatureBlock):
     max_elements: int | None = None
     """How many elements of gradients of examples to hold at once; None for what is set."""
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return remarks_on_examples(self._equation.sites)
-
     def averages(self, state: Any) -> Sequence[Any]:
         return state.diagonal_factors
 
     def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
         del state
+        self.check_examples(sites)
         return gradient_statistics(site, sites, _squares, False, self.dtype, self.max_elements)
 
     def terms(
@@ -119,6 +125,7 @@ class Conv2DDiagonal(SomeAtATime, Diagonal):
         name: what the block is called.
         max_elements_for_vmap: how many elements of such gradients to hold at once; None for
             `get_max_parallel_elements()`.
+        allow_approximation: as in `Diagonal`.
     """
 
 

@@ -180,7 +180,7 @@ def _examples_of_rows(site: LayerSite, rows: Array) -> Array:
     *heads, _, features = rows.shape
     if not site.is_arranged or site.num_examples is None:
         return rows.reshape(*heads, site.num_counted, -1, features)
-    before, number, after = site.constants["examples"]
+    before, number, after = site.examples.before, site.examples.number, site.examples.after
     split = rows.reshape(*heads, before, number, after, features)
     return jnp.swapaxes(split, -4, -3).reshape(*heads, number, before * after, features)
 

@@ -7,12 +7,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._block import Statistics
 from curvax.blocks._cache import CacheUpdate, MatrixPower, Refresh, power_key
-from curvax.blocks._gradients import gradient_statistics, gradient_terms, remarks_on_examples
+from curvax.blocks._gradients import gradient_statistics, gradient_terms
 from curvax.blocks._layer import LayerSite
 from curvax.blocks._settings import get_default_eigen_decomposition_threshold
-from curvax.blocks._shared import OfScaleAndShift, OfTotalGradient, SomeAtATime
+from curvax.blocks._shared import (
+    OfExampleGradients,
+    OfScaleAndShift,
+    OfTotalGradient,
+    SomeAtATime,
+)
 from curvax.blocks._state import BlockState
 from curvax.linalg import (
     Eigenvectors,
@@ -36,7 +41,7 @@ __all__ = [
 ]
 
 
-class Full(CurvatureBlock):
+class Full(OfExampleGradients):
     """The whole curvature matrix of a layer: the mean of outer products of examples' gradients.
 
     Arguments:
@@ -45,6 +50,7 @@ class Full(CurvatureBlock):
         eigen_decomposition_threshold: up to how many powers are cached one by one. Of more, the
             eigenvalues and eigenvectors are cached. None for
             `get_default_eigen_decomposition_threshold()`.
+        allow_approximation: as in `Diagonal`.
     """
 
     class State(BlockState):
@@ -61,9 +67,14 @@ class Full(CurvatureBlock):
     """How many elements of gradients of examples to hold at once; None for what is set."""
 
     def __init__(
-        self, layer_tag_eq: Any, name: str, eigen_decomposition_threshold: int | None = None
+        self,
+        layer_tag_eq: Any,
+        name: str,
+        eigen_decomposition_threshold: int | None = None,
+        *,
+        allow_approximation: bool = False,
     ) -> None:
-        super().__init__(layer_tag_eq, name)
+        super().__init__(layer_tag_eq, name, allow_approximation=allow_approximation)
         if eigen_decomposition_threshold is None:
             eigen_decomposition_threshold = get_default_eigen_decomposition_threshold()
         self._eigen_threshold = eigen_decomposition_threshold
@@ -75,10 +86,6 @@ class Full(CurvatureBlock):
     @property
     def multiply_work(self) -> float:
         return float(self.dim) ** 2
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return remarks_on_examples(self._equation.sites)
 
     def parameters_list_to_single_vector(self, parameters_shaped_list: Sequence[Array]) -> Array:
         """Arrays like the parameters, as one vector.
@@ -122,6 +129,7 @@ class Full(CurvatureBlock):
 
     def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
         del state
+        self.check_examples(sites)
         return gradient_statistics(
             site, sites, products_of_gradients, True, self.dtype, self.max_elements
         )
@@ -210,6 +218,7 @@ class Conv2DFull(SomeAtATime, Full):
         name: what the block is called.
         max_elements_for_vmap: how many elements of such gradients to hold at once; None for
             `get_max_parallel_elements()`.
+        allow_approximation: as in `Diagonal`.
     """
 
 

@@ -130,8 +130,11 @@ class TwoKroneckerFactored(CurvatureBlock):
         if self._weight_sharing == "reduce" and not self._reduces(self._equation.sites):
             found.append(
                 "which positions belong to one example is not known, or differs from place to "
-                "place: weight_sharing is 'expand'"
+                "place, or examples are run by a loop: weight_sharing is 'expand'"
             )
+        interaction = self._equation.sites[0].examples.interaction
+        if interaction:
+            found.append(f"{interaction}: gradients of different ones are taken to be independent")
         return tuple(found)
 
     @property
@@ -269,8 +272,10 @@ class TwoKroneckerFactored(CurvatureBlock):
 
     def _reduces(self, sites: Sequence[LayerSite]) -> bool:
         """Whether sums over the positions of each example are taken first."""
-        counts = {site.num_examples for site in sites}
-        return self._weight_sharing == "reduce" and len(counts) == 1 and None not in counts
+        counts = {(site.num_examples, site.examples.first) for site in sites}
+        is_known = len(counts) == 1 and not any(site.examples.unknown for site in sites)
+        in_loop = any(any(site.example_loops) for site in sites)
+        return self._weight_sharing == "reduce" and is_known and not in_loop
 
     def _is_swapped(self, site: LayerSite) -> bool:
         """Whether the weights are used the other way round than at the first place."""

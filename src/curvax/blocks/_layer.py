@@ -18,7 +18,7 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array
-from curvax.graph import Layer, Place
+from curvax.graph import ExamplesAt, Layer, Place
 
 __all__ = ["LayerEquation", "LayerSite", "wide"]
 
@@ -103,14 +103,35 @@ class LayerSite:
         """Whether inputs and outputs have all positions along their first axis."""
         return "examples" in self.constants and not self.is_conv
 
+    @functools.cached_property
+    def examples(self) -> ExamplesAt:
+        """Which examples it is applied to here, and where they are."""
+        constants = self.constants
+        found = constants.get("examples") or constants.get("tagged_examples")
+        if found is not None:
+            return found
+        shape = self.output.shape  # Tagged by hand: the first axis is that of the examples.
+        if not shape:
+            return ExamplesAt(unknown="what is tagged has no axis for them")
+        if self.repeats > 1:
+            return ExamplesAt(unknown="it is tagged inside of a loop, of which nothing is known")
+        number = shape[self._batch_axis(True)]
+        return ExamplesAt(1, number, 1, (None,) * len(self.lengths), number, 0, number)
+
     @property
     def num_examples(self) -> int | None:
         """How many examples there are in each step; None if that is not known."""
-        if "examples" in self.constants:
-            examples = self.constants["examples"]
-            return None if examples is None else examples[1]
-        shape = self.output.shape  # Tagged by hand: the first axis is that of the examples.
-        return shape[self._batch_axis(True)] if shape else None
+        return None if self.examples.unknown else self.examples.number
+
+    @property
+    def example_loops(self) -> tuple[bool, ...]:
+        """Which of the loops around are about other examples in each step.
+
+        Where that is not known, all that share the parameters count as such.
+        """
+        if self.examples.unknown:
+            return tuple(not has for has in self.stacked)
+        return tuple(number is not None for number in self.examples.loops)
 
     @property
     def num_counted(self) -> int:
@@ -219,7 +240,7 @@ class LayerSite:
             return jnp.expand_dims(jnp.moveaxis(x, axis, 0), 1 + axis)
         if self.num_examples is None:
             return x[:, None]
-        before, number, after = self.constants["examples"]
+        before, number, after = self.examples.before, self.examples.number, self.examples.after
         x = jnp.moveaxis(x.reshape(before, number, after, *x.shape[1:]), 1, 0)
         return x.reshape(number, before * after, *x.shape[3:])
 

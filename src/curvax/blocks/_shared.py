@@ -2,24 +2,78 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from curvax._types import Array, PyTree
 from curvax.blocks._block import CurvatureBlock, Statistics
+from curvax.blocks._gradients import remarks_on_examples, why_inexact
 from curvax.blocks._layer import LayerSite, wide
 
-__all__ = ["OfScaleAndShift", "OfTotalGradient", "SomeAtATime"]
+__all__ = ["OfExampleGradients", "OfScaleAndShift", "OfTotalGradient", "SomeAtATime"]
 
 
-class SomeAtATime(CurvatureBlock):
+class OfExampleGradients(CurvatureBlock):
+    """A block that is made of gradients of single examples, and refuses to be made of others.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        allow_approximation: whether to make do where these are not known: each position counts as
+            an example if it is not known which positions belong to one, and examples that interact
+            are taken to be independent. The `remarks` then say so. Otherwise that is an error.
+    """
+
+    needs_examples: ClassVar[bool] = True
+
+    def __init__(self, layer_tag_eq: Any, name: str, *, allow_approximation: bool = False) -> None:
+        super().__init__(layer_tag_eq, name)
+        self._allows_approximation = allow_approximation
+        own, base = type(self), CurvatureBlock
+        if own.update_curvature_matrix_estimate is base.update_curvature_matrix_estimate:
+            self.check_examples(self._equation.sites)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return remarks_on_examples(self._equation.sites)
+
+    def check_examples(self, sites: Sequence[LayerSite]) -> None:
+        """Refuse places at which the gradients of single examples are not known."""
+        why = why_inexact(sites)
+        if not why or not self.needs_examples or self._allows_approximation:
+            return
+        kind = self._equation.layer.tag_name if self._equation.layer else sites[0].kind
+        other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
+        raise ValueError(
+            f"curvax.{type(self).__name__} of {self.name}: {why}. So the gradients of single "
+            f"examples are not known, of which this block is made. Use curvax.{other}, which does "
+            f"not need them, or functools.partial(curvax.{type(self).__name__}, "
+            f"allow_approximation=True), which makes do and is not exact."
+        )
+
+
+_NEEDS_NO_EXAMPLES = {
+    "dense_tag": "DenseTwoKroneckerFactored",
+    "conv2d_tag": "Conv2DTwoKroneckerFactored",
+    "conv_tag": "ConvTwoKroneckerFactored",
+    "embedding_tag": "EmbeddingTwoKroneckerFactored",
+}
+"""Blocks that do not have to know which examples there are, by tag."""
+
+
+class SomeAtATime(OfExampleGradients):
     """A block that takes the gradients of so many examples at a time."""
 
     def __init__(
-        self, layer_tag_eq: Any, name: str, max_elements_for_vmap: int | None = None
+        self,
+        layer_tag_eq: Any,
+        name: str,
+        max_elements_for_vmap: int | None = None,
+        *,
+        allow_approximation: bool = False,
     ) -> None:
-        super().__init__(layer_tag_eq, name)
+        super().__init__(layer_tag_eq, name, allow_approximation=allow_approximation)
         self.max_elements = max_elements_for_vmap
 
     @property
@@ -46,6 +100,7 @@ class OfTotalGradient(CurvatureBlock):
     """A block that knows only the gradient of all examples together."""
 
     sums_batch = True
+    needs_examples = False
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from curvax._types import Array, PyTree
 from curvax.blocks import (
     CurvatureBlock,
     LayerEquation,
+    default_block_ctor,
     get_default_tag_to_block_ctor,
     make_block,
 )
@@ -64,8 +65,7 @@ class Structure:
             ctor = index_ctors.get(layer.params) or tag_ctors.get(layer.tag_name)
             equation = LayerEquation.of_layer(layer, processed.params_vars_flat)
             name = ", ".join(names[n] for n in layer.params)
-            default = get_default_tag_to_block_ctor
-            blocks.append(make_block(ctor or default(layer.tag_name), equation, name))
+            blocks.append(make_block(ctor or default_block_ctor(layer.tag_name), equation, name))
         return cls.of(at, indices, tuple(blocks), where)
 
     def dense(self, blocks: Sequence[Array]) -> Array:

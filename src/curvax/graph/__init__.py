@@ -3,6 +3,7 @@
 From the bottom: `_program` is a traced function in a form that is easy to read, `_run` runs it
 again with something done on the way, `_axes` keeps track of axes. `_find` follows parameters to
 their uses, `_sites` says what a use is a site of, `_patterns` finds layers of the user's own,
+`_examples` finds the examples among the arguments, `_follow_examples` follows them from there,
 `_layers` puts sites together, `_tagging` puts tags there. `_registration` is the whole, and the
 public functions are on top of it.
 """
@@ -11,7 +12,16 @@ from curvax.graph._auto_register import (
     TaggedFunction as TaggedFunction,
     auto_register_tags as auto_register_tags,
 )
-from curvax.graph._layers import Layer as Layer, Place as Place, tagged_layers as tagged_layers
+from curvax.graph._examples_at import (
+    ExamplesAt as ExamplesAt,
+    same_examples as same_examples,
+)
+from curvax.graph._layers import (
+    EachStep as EachStep,
+    Layer as Layer,
+    Place as Place,
+    tagged_layers as tagged_layers,
+)
 from curvax.graph._patterns import (
     DEFAULT_GRAPH_PATTERNS as DEFAULT_GRAPH_PATTERNS,
     GraphMatcherComparator as GraphMatcherComparator,

@@ -6,10 +6,13 @@ axis of that size and is no batch lets the function fail, or do other things: th
 are left as they are, one at a time and two at a time; and at last parameters are made larger, too,
 that may have one entry for each example. Where nothing helps (the batch is closed over, or the
 function takes no other size), only the number of examples is known.
+
+Where that batch is taken in other chunks (six examples in chunks of four leave two over, and twelve
+leave none), others are tried: three times as many, one more, one less.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +22,18 @@ from curvax import _compat
 from curvax._types import Fun, PyTree
 from curvax.graph._program import Node, Program, Variable, read
 
-__all__ = ["Examples", "find_examples"]
+__all__ = ["UNKNOWN", "Examples", "find_examples"]
 
+UNKNOWN = "examples unknown"
+"""How a remark begins on a layer of which it is not known which examples it is applied to."""
+
+_OtherSize = Callable[[int], int]
+_OTHER_SIZES: tuple[_OtherSize, ...] = (
+    lambda size: 2 * size,
+    lambda size: 3 * size,
+    lambda size: size + 1,
+    lambda size: max(size - 1, 1),
+)
 _MOST_TRACES = 8
 _MOST_LEFT = 2
 
@@ -35,8 +48,12 @@ class Examples:
     batch_size: int = 1
     """The least number of examples of any loss, or fewer if it is not known."""
     is_known: bool = False
+    grows_everywhere: bool = False
+    """Whether all axes and loops of examples are among these, and not only some."""
     axes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     loops: set[Variable] = field(default_factory=set)
+    followed: Collection[Any] = ()
+    """Further values that are known to be about examples (`_follow_examples`)."""
 
 
 def find_examples(
@@ -45,30 +62,36 @@ def find_examples(
     """Where the examples are in the program of a function."""
     sizes = {size for node in losses if (size := _batch_size(node)) is not None}
     batch_size = min(sizes, default=1)
-    for larger in _larger(args, params_index, sizes):
-        try:
-            twice = read(jax.make_jaxpr(func)(*larger))
-        except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
-            continue
-        found = Examples(batch_size, is_known=True)
-        if _compare(program, twice, found) and _has_grown(losses, found):
-            return found
+    for other_size in _OTHER_SIZES:
+        takes_more = False
+        for larger in _larger(args, params_index, sizes, other_size):
+            try:
+                other = read(jax.make_jaxpr(func)(*larger))
+            except Exception:  # noqa: BLE001  It is the user's function, which may refuse anyhow.
+                continue
+            takes_more = True
+            found = Examples(batch_size, True, other_size is _OTHER_SIZES[0])
+            if _compare(program, other, found) and _has_grown(losses, found):
+                return found
+        if not takes_more:
+            break
     return Examples(_number_of_examples(args, params_index, batch_size))
 
 
 def _larger(
-    args: Sequence[PyTree], params_index: int, sizes: Collection[int]
+    args: Sequence[PyTree], params_index: int, sizes: Collection[int], other_size: _OtherSize
 ) -> Iterator[list[PyTree]]:
-    """The arguments with twice as many examples: all data, then all but a few, then everything."""
-    doubled = [jax.tree.map(lambda x: _doubled(x, sizes), arg) for arg in args]
+    """The arguments with other numbers of examples: all data, all but a few, then everything."""
+    doubled = [jax.tree.map(lambda x: _resized(x, sizes, other_size), arg) for arg in args]
+    is_first = other_size is _OTHER_SIZES[0]
     has_grown = [any(_place(x, sizes) is not None for x in jax.tree.leaves(arg)) for arg in args]
     data = [k for k in range(len(args)) if has_grown[k] and k != params_index]
     counts = range(min(_MOST_LEFT + 1, len(data)))
     choices = itertools.chain(*(itertools.combinations(data, count) for count in counts))
-    for left in itertools.islice(choices, _MOST_TRACES):
+    for left in itertools.islice(choices, _MOST_TRACES if is_first else 1):
         grown = set(data) - set(left)
         yield [doubled[k] if k in grown else arg for k, arg in enumerate(args)]
-    if data and has_grown[params_index]:
+    if data and has_grown[params_index] and is_first:
         yield doubled
 
 
@@ -93,13 +116,13 @@ def _place(x: Any, sizes: Collection[int]) -> int | None:
     return next((k for k, size in enumerate(jax.numpy.shape(x)) if size in sizes), None)
 
 
-def _doubled(x: Any, sizes: Collection[int]) -> Any:
-    """The type of an array with twice as many examples, if it has an axis for these."""
+def _resized(x: Any, sizes: Collection[int], other_size: _OtherSize) -> Any:
+    """The type of an array with another number of examples, if it has an axis for these."""
     place = _place(x, sizes)
     if place is None:
         return x
     shape = list(jax.numpy.shape(x))
-    shape[place] *= 2
+    shape[place] = other_size(shape[place])
     return _compat.resized(x, tuple(shape))
 
 

@@ -75,7 +75,7 @@ class Frame:
         at so many places that depend on examples that it must be: the edges of a graph, say. Where
         nothing is known, it is to be at as many places as there are examples.
         """
-        if self.examples.axes.get(site.output):
+        if self.examples.axes.get(site.output) or site.output in self.examples.followed:
             return True
         places = math.prod(site.output.shape[axis] for axis in site.positions)
         if not self.examples.is_known:

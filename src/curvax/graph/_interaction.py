@@ -18,7 +18,7 @@ __all__ = ["find_interaction"]
 
 def find_interaction(program: Program, examples: Examples) -> str | None:
     """The first operation by which examples interact; None if none is found."""
-    if not examples.is_known:
+    if not examples.grows_everywhere:
         return None
     return _Search(examples).walk(program, {v for v in program.inputs if v in examples.axes})
 

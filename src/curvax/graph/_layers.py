@@ -7,10 +7,12 @@ layer says why.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from curvax.graph._axes import Arrangement
+from curvax.graph._examples import UNKNOWN
 from curvax.graph._find import find_uses
 from curvax.graph._found import Found, Use
 from curvax.graph._frame import NO_EXAMPLES
@@ -20,7 +22,7 @@ from curvax.graph._run import loop_lengths
 from curvax.graph._sites import Cut, Site
 from curvax.tags import generic_tag, scale_and_shift_tag
 
-__all__ = ["Layer", "build_layers", "pattern_of", "tagged_layers"]
+__all__ = ["EachStep", "Layer", "Place", "build_layers", "pattern_of", "tagged_layers"]
 
 _UNUSED = "no loss depends on it"
 _NO_DERIVATIVE = "no loss has a derivative in it"
@@ -41,6 +43,20 @@ class Place:
     lengths: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class EachStep:
+    """A statistic of a layer at a place that is kept apart for each step of some loops around it.
+
+    `loops` says of which, outermost first. Other statistics are summed over all steps.
+    """
+
+    compute: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+    loops: tuple[bool, ...]
+
+    def __call__(self, inputs: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
+        return self.compute(inputs, cotangents)
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """Parameters that belong together, by their numbers, and where they are used.
@@ -57,6 +73,8 @@ class Layer:
     reason: str = ""
     uncovered: int = 0
     """How many uses of its parameters a layer of the user's does not cover."""
+    examples: str = ""
+    """What there is to say about the examples that it is applied to."""
 
     @property
     def is_unused(self) -> bool:
@@ -76,7 +94,13 @@ class Layer:
     @property
     def remark(self) -> str:
         """What there is to say about it if it is known."""
-        return f"{self.uncovered} more uses are not covered by the layer" if self.uncovered else ""
+        uncovered = f"{self.uncovered} more uses are not covered by the layer"
+        return "; ".join([uncovered] * bool(self.uncovered) + [self.examples] * bool(self.examples))
+
+    @property
+    def has_unknown_examples(self) -> bool:
+        """Whether it is not known which examples it is applied to, or where these are."""
+        return self.examples.startswith(UNKNOWN)
 
     @property
     def is_generic(self) -> bool:

@@ -7,7 +7,7 @@ checks that nothing was lost. Everything else in this room and above it starts f
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.graph._examples import Examples, find_examples
+from curvax.graph._examples_at import ExamplesInProgram, same_examples
 from curvax.graph._find import find_uses
+from curvax.graph._follow_examples import follow_examples
 from curvax.graph._interaction import find_interaction
 from curvax.graph._layers import Layer, build_layers
 from curvax.graph._needed import needed_for
@@ -29,7 +31,7 @@ from curvax.graph._patterns import (
 from curvax.graph._program import Node, Operand, Program, Variable, read
 from curvax.graph._reached import reached_from
 from curvax.graph._run import run
-from curvax.graph._tagging import TagSites, is_loss, tag_generic
+from curvax.graph._tagging import TagSites, examples_of_tag, is_loss, tag_generic
 from curvax.tags import Tag, noted_registrations
 
 __all__ = [
@@ -85,7 +87,7 @@ class Registration:
     """The parameters, by their paths."""
     layers: Sequence[Layer]
     losses: Sequence[Node]
-    examples: Examples | None
+    examples: ExamplesInProgram
     closes_over_tracers: bool
 
     @property
@@ -96,7 +98,7 @@ class Registration:
     @functools.cached_property
     def interaction(self) -> str | None:
         """The operation by which what is computed for one example depends on others, if any."""
-        return None if self.examples is None else find_interaction(self.needed, self.examples)
+        return find_interaction(self.needed, self.examples.examples)
 
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """The function itself, with its layers tagged."""
@@ -140,6 +142,9 @@ def register(
     generic = options.only_generic
     examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
     reached = check_reached(needed, losses, params, options.through_custom, where)
+    followed = follow_examples(needed, params, examples)
+    examples.followed = followed.rows
+    located = ExamplesInProgram(needed, examples, followed)
     found = find_uses(needed, params, options.through_custom, examples)
     found.leave_out(reached)
     matched = [
@@ -148,7 +153,10 @@ def register(
         if not pattern.is_default and pattern.name not in options.skipped
         for match in matches(pattern, needed, found.is_param, options.comparator)
     ]
-    layers = build_layers(found, options.all_skipped, options.only_generic, matched)
+    layers = [
+        replace(layer, examples=_remark_on_examples(layer, located))
+        for layer in build_layers(found, options.all_skipped, options.only_generic, matched)
+    ]
     registration = Registration(
         program,
         needed,
@@ -158,12 +166,24 @@ def register(
         tuple(map(jax.tree_util.keystr, paths)),
         layers,
         losses,
-        examples,
+        located,
         any(map(_compat.is_tracer, closed.consts)),
     )
     if options.strict:
         _check_structured(registration, where)
     return registration
+
+
+def _remark_on_examples(layer: Layer, located: ExamplesInProgram) -> str:
+    if layer.is_generic:
+        return ""
+    at = [located.at_site(site) for site in layer.sites]
+    at += [examples_of_tag(located, node) for node in layer.tagged]
+    at += [located.at_tag(m.nodes[0], m.nodes[0].outputs[0]) for m in layer.matched]
+    groups = same_examples(at)
+    if isinstance(groups, str):
+        return groups
+    return next((each.remark for each in at if each.remark), "")
 
 
 def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
@@ -273,11 +293,12 @@ def _check_structured(registration: Registration, where: str) -> None:
     wrong = [
         f"\n  {registration.names[layer.params[0]]}: {layer.reason or layer.remark}"
         for layer in registration.layers
-        if layer.is_generic or layer.uncovered
+        if layer.is_generic or layer.uncovered or layer.has_unknown_examples
     ]
     if wrong:
         raise RegistrationError(
             f"{where}: with strict=True every parameter must belong to a layer that is known, in "
-            f"all that is done with it, but {len(wrong)} of {len(registration.names)} do not:"
+            f"all that is done with it and with its examples, but {len(wrong)} of "
+            f"{len(registration.names)} do not:"
             f"{''.join(wrong)}"
         )

@@ -15,7 +15,7 @@ from jax import lax
 
 from curvax import _compat
 from curvax._types import Array
-from curvax.graph._examples import Examples
+from curvax.graph._examples_at import ExamplesAt, ExamplesInProgram
 from curvax.graph._layers import Layer
 from curvax.graph._patterns import Match
 from curvax.graph._program import Node
@@ -31,11 +31,11 @@ class TagSites:
     """Hooks that put a tag at each site of some layers, and collect what losses are made of."""
 
     layers: Sequence[Layer]
-    examples: Examples | None = None
+    examples: ExamplesInProgram
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        wanted = node in self._sites or node in self._matches or is_loss(node)
-        return () if wanted else None
+        found = node in self._sites or node in self._matches or node in self._tagged
+        return () if found or is_loss(node) else None
 
     def is_split(self, key: Any, loop: Node) -> bool:
         raise NotImplementedError  # Nothing is given.
@@ -44,14 +44,19 @@ class TagSites:
         self, node: Node, inputs: Sequence[Any], values: Values, given: Given
     ) -> tuple[list[Any], Collected]:
         del given
+        if node in self._tagged:
+            at = examples_of_tag(self.examples, node)
+            tagged = node.equation.primitive.bind(*inputs, **node.params, tagged_examples=at)
+            return (tagged if node.equation.primitive.multiple_results else [tagged]), {}
         outputs = _compat.run_equation(node.equation, inputs)
         if is_loss(node):
             return outputs, {node: outputs}
         if node in self._matches:
-            return [_tag_match(self._matches[node], outputs[0], values)], {}
+            at = self.examples.at_tag(node, node.outputs[0])
+            return [_tag_match(self._matches[node], outputs[0], values, at)], {}
         output = outputs[0]
         for layer, site in self._sites[node]:
-            output = _tag_part(layer, site, output, values, self._examples_at(site))
+            output = _tag_part(layer, site, output, values, self.examples.at_site(site))
         return [output, *outputs[1:]], {}
 
     @functools.cached_property
@@ -62,12 +67,9 @@ class TagSites:
                 found.setdefault(site.node, []).append((layer, site))
         return found
 
-    def _examples_at(self, site: Site) -> tuple[int, int, int] | None:
-        """The positions of a site as (before, examples, after); None if that is not known."""
-        grown = () if self.examples is None else self.examples.axes.get(site.output, ())
-        if self.examples is None or len(grown) != 1:
-            return None
-        return site.positions_around(grown[0], self.examples.batch_size)
+    @functools.cached_property
+    def _tagged(self) -> set[Node]:
+        return {node for layer in self.layers if not layer.is_generic for node in layer.tagged}
 
     @functools.cached_property
     def _matches(self) -> dict[Node, Match]:
@@ -85,8 +87,20 @@ def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]
     return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
 
 
+def examples_of_tag(examples: ExamplesInProgram, node: Node) -> ExamplesAt:
+    """The examples at a tag of the user's."""
+    axis = 0
+    if node.name in ("conv2d_tag", "conv_tag"):
+        numbers = node.params.get("dimension_numbers")
+        if isinstance(numbers, lax.ConvDimensionNumbers):
+            axis = numbers.out_spec[0]
+        elif numbers is not None:
+            axis = str(numbers[2]).index("N")
+    return examples.at_tag(node, node.inputs[0], axis)
+
+
 def _tag_part(
-    layer: Layer, site: Site, output: Array, values: Values, examples: tuple[int, int, int] | None
+    layer: Layer, site: Site, output: Array, values: Values, examples: ExamplesAt
 ) -> Array:
     """The output, with the part of it tagged that the site is about."""
     if site.part is None:
@@ -99,9 +113,7 @@ def _tag_part(
     return jnp.concatenate([before, _tag(layer, site, own, values, examples), after], axis)
 
 
-def _tag(
-    layer: Layer, site: Site, output: Array, values: Values, examples: tuple[int, int, int] | None
-) -> Array:
+def _tag(layer: Layer, site: Site, output: Array, values: Values, examples: ExamplesAt) -> Array:
     factors = [jnp.asarray(values[operand]) for operand in site.factors]
     params = [values[view.operand] for view in site.params]
     constants: dict[str, Any] = {**dict(site.constants), "examples": examples}
@@ -141,12 +153,13 @@ def _rows(indices: Array, number: int, clipped: bool) -> Array:
     return jnp.where((indices >= 0) & (indices < number), indices, number)
 
 
-def _tag_match(match: Match, output: Array, values: Values) -> Array:
+def _tag_match(match: Match, output: Array, values: Values, examples: ExamplesAt) -> Array:
     pattern = match.pattern
     operands = [values[operand] for operand in (*match.inputs, *match.params)]
     if pattern.in_values_preprocessor is not None:
         operands = list(pattern.in_values_preprocessor(operands))
     constants = pattern.parameters_extractor_func([node.equation for node in match.nodes])
+    constants = {**constants, "tagged_examples": examples}
     return pattern.tag_primitive.bind(output, *operands, **constants)
 
 

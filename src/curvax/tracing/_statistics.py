@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import Array, Fun, PyTree
-from curvax.graph import Collected, Given, Layer, Node, Place, loops_around
+from curvax.graph import Collected, EachStep, Given, Layer, Node, Place, loops_around
 from curvax.tracing._layer_tags import check_devices
 from curvax.tracing._loss_tags import Losses, LossTangents, like_dependants
 from curvax.tracing._probe import probe
@@ -117,8 +117,9 @@ def statistics_at(
 class _Total:
     """A sum over all places that have a statistic of one name: its type, and what it has axes for.
 
-    `loops` are those that take one slice of the layer's parameters in each step, `lengths` their
-    lengths, and `cuts` which part of the parameters it is about.
+    `loops` are those that take one slice of the layer's parameters in each step, or whose steps are
+    kept apart (`EachStep`), `lengths` their lengths, and `cuts` which part of the parameters it is
+    about.
     """
 
     shapes: Sequence[jax.ShapeDtypeStruct]
@@ -129,6 +130,14 @@ class _Total:
 
     def zeros(self) -> list[Array]:
         return [jnp.zeros((*self.lengths, *x.shape), x.dtype) for x in self.shapes]
+
+
+def _loops_of(statistic: Statistic, place: Place, loops: Sequence[Node]) -> tuple[Node, ...]:
+    """The loops around a place that a statistic has axes for."""
+    kept = place.stacked
+    if isinstance(statistic, EachStep):
+        kept = tuple(has or own for has, own in zip(kept, statistic.loops, strict=True))
+    return tuple(loop for loop, has in zip(loops, kept, strict=True) if has)
 
 
 _Key = tuple[int, str, tuple[Node, ...]]
@@ -147,10 +156,10 @@ class _Probes(AtLosses):
         for number, layer in enumerate(self._layers):
             for place in layer.places:
                 loops = loops_around(at.processed.program, place.node) or ()
-                own = tuple(loop for loop, has in zip(loops, place.stacked, strict=True) if has)
                 self._at[place.node] = {}
                 self._varying += [x.aval for x in place.node.equation.invars]
                 for name, statistic in rule(layer, place).items():
+                    own = _loops_of(statistic, place, loops)
                     key = number, name, own
                     self._at[place.node][key] = statistic
                     self._add(key, self._total(name, statistic, place, own))

@@ -1,0 +1,396 @@
+"""Following examples through a program: which of its values are about which examples.
+
+`Examples` (found by a larger batch) says where examples are in the arguments. From there on rules
+(`_example_rules`) say what each operation makes of them, so that it is known, and not guessed from
+sizes, which axis of a layer's output or which loop around it is one of examples, and whether one
+example stays apart from the others all the way to the losses.
+
+Only what depends on parameters matters for that: derivatives do not pass through anything else. So
+a mean over a batch of data is a constant, and integers are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from curvax import _compat
+from curvax.graph._axes import Atom
+from curvax.graph._example_rules import INTERACT, NOT_FOLLOWED, RULES, Found, Rows, no_examples
+from curvax.graph._examples import Examples
+from curvax.graph._program import Constant, Node, Operand, Program, Variable
+from curvax.tags import LayerTag, LossTag
+
+__all__ = ["FollowedExamples", "follow_examples"]
+
+
+@dataclass
+class FollowedExamples:
+    """Which examples the values of a program are about.
+
+    Attributes:
+        rows: of each value that is about examples, as far as they could be followed.
+        loops: the loops whose steps are about different examples, by number.
+        problem: why one example does not stay apart from others, up to the losses; or "".
+        lost: where examples could not be followed that do not depend on parameters; or "".
+    """
+
+    rows: dict[Variable, Rows] = field(default_factory=dict)
+    loops: dict[Node, int] = field(default_factory=dict)
+    problem: str = ""
+    lost: str = ""
+
+
+def follow_examples(
+    program: Program, params: Sequence[Variable], examples: Examples
+) -> FollowedExamples:
+    """Follow the examples of the arguments through a program that has what its losses need."""
+    found = FollowedExamples()
+    if not examples.is_known:
+        return found
+    for variable in program.inputs:
+        axes = examples.axes.get(variable, ())
+        if len(axes) == 1:
+            found.rows[variable] = Rows.along(axes[0], variable.shape)
+        elif axes:
+            found.problem = "an argument has several axes for examples"
+    _Walk(found, set(params)).walk(program)
+    return found
+
+
+@dataclass
+class _Walk:
+    found: FollowedExamples
+    dependent: set[Operand]
+    """What depends on parameters, and has derivatives."""
+    numbers: dict[Operand, np.ndarray] = field(default_factory=dict)
+    """Integers that are known; in a loop, one for each of its steps."""
+    loop: Node | None = None
+    """The innermost loop around."""
+    around: tuple[Node, ...] = ()
+
+    def walk(self, program: Program) -> None:
+        for node in program.nodes:
+            self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        if node.kind == "scan":
+            self._scan(node)
+            return
+        if node.body is not None:
+            self._enter(node, node.body)
+            return
+        if any(operand in self.dependent for operand in node.inputs):
+            self.dependent.update(out for out in node.outputs if _is_real(out))
+        if isinstance(node.equation.primitive, LossTag):
+            self._check_loss(node)
+        self._count(node)
+        rows = self._rows_of(node.inputs)
+        if any(own is not None for own in rows):
+            self._set(node, self._apply(node, rows))
+
+    def _rows_of(self, operands: Sequence[Operand]) -> list[Rows | None]:
+        """The examples of each operand; of those alone that have derivatives, if some have."""
+        known: Mapping[Any, Rows] = self.found.rows
+        some = any(x in self.dependent and x in known for x in operands)
+        return [known.get(x) if not some or x in self.dependent else None for x in operands]
+
+    def _set(self, node: Node, found: Found) -> None:
+        if isinstance(found, str):
+            self._lose(node, found, node.inputs, node.outputs)
+            return
+        for variable, own in zip(node.outputs, found, strict=True):
+            self._know(variable, own)
+
+    def _know(self, variable: Variable, own: Rows | None) -> None:
+        if own is None:  # It may have been thought to be about some, in a loop's first step.
+            self.found.rows.pop(variable, None)
+        else:
+            self.found.rows[variable] = own
+
+    def _lose(
+        self, node: Node, why: str, inputs: Sequence[Operand], outputs: Sequence[Variable]
+    ) -> None:
+        """Note that examples are lost. That is harmless if no derivative passes through there."""
+        text = f"{why} `{node.name}`"
+        self.found.lost = self.found.lost or text
+        passes = any(x in self.dependent and x in self.found.rows for x in inputs)
+        if passes and any(out in self.dependent for out in outputs):
+            self.found.problem = self.found.problem or text
+        for variable in outputs:
+            self._know(variable, None)
+
+    def _apply(self, node: Node, rows: Sequence[Rows | None]) -> Found:
+        if isinstance(node.equation.primitive, LayerTag | LossTag):
+            return list(rows[: len(node.outputs)])
+        if node.name in ("gather", "dynamic_slice"):
+            read = self._read(node, rows[0])
+            if read is not None:
+                return [read]
+        if node.name == "dynamic_update_slice":
+            written = self._written(node, rows)
+            if written is not None:
+                return [written]
+        rule = RULES.get(node.name)
+        return NOT_FOLLOWED if rule is None else rule(node, rows)
+
+    def _enter(self, node: Node, body: Program) -> None:
+        for inner, outer in zip(body.inputs, node.inputs, strict=True):
+            self._alias(inner, outer)
+        self.walk(body)
+        for outer, inner in zip(node.outputs, body.outputs, strict=True):
+            self._alias(outer, inner)
+
+    def _alias(self, variable: Variable, operand: Operand) -> None:
+        rows: Mapping[Any, Rows] = self.found.rows
+        self._know(variable, rows.get(operand))
+        if operand in self.dependent:
+            self.dependent.add(variable)
+        number = self._number(operand)
+        if number is not None:
+            self.numbers[variable] = number
+
+    # Loops.
+
+    def _scan(self, node: Node) -> None:
+        assert node.body is not None
+        form = _compat.ScanForm.of(node.equation)
+        body, cut = node.body, form.num_consts + form.num_carry
+        for inner, outer in zip(body.inputs[: form.num_consts], node.inputs, strict=False):
+            self._alias(inner, outer)
+        self._take(node, body.inputs[cut:], node.inputs[cut:], form.length)
+        carried = list(zip(body.inputs[form.num_consts : cut], body.outputs, strict=False))
+        starts = node.inputs[form.num_consts : cut]
+        for (inner, _), outer in zip(carried, starts, strict=True):
+            self._alias(inner, outer)
+            self.numbers.pop(inner, None)
+        inside = replace(
+            self,
+            numbers={x: n for x, n in self.numbers.items() if n.ndim == 0},
+            loop=node,
+            around=(*self.around, node),
+        )
+        inside.numbers |= _counters(inside, body, carried, [self._number(x) for x in starts], form)
+        before = self.found.problem, self.found.lost
+        while True:
+            self.found.problem, self.found.lost = before
+            inside.walk(body)
+            if not any([self._hand_on(node, *pair) for pair in carried]):
+                break
+        for number, (outer, inner) in enumerate(zip(node.outputs, body.outputs, strict=True)):
+            if inner in self.dependent:
+                self.dependent.add(outer)
+            if number < form.num_carry:
+                self._alias(outer, carried[number][0])
+                self._last_number(outer, inside.numbers.get(inner))
+                continue
+            rows: Mapping[Any, Rows] = self.found.rows
+            own = rows.get(inner)
+            self._know(outer, None if own is None else self._stacked(node, own, form.length))
+
+    def _take(
+        self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand], length: int
+    ) -> None:
+        """What a loop takes one element of in each step."""
+        rows: Mapping[Any, Rows] = self.found.rows
+        taken = None
+        for element, array in zip(elements, arrays, strict=True):
+            if array in self.dependent:
+                self.dependent.add(element)
+            own = rows.get(array)
+            if own is None:
+                self._know(element, None)
+                continue
+            first, *rest = own.dims
+            if not own.has_examples(0):
+                self.found.rows[element] = own.with_dims(rest)
+            elif own.has_only_examples(0) and len(first) == 1 and taken in (None, first):
+                taken = first
+                number = self._number_of(loop)
+                self.found.rows[element] = replace(
+                    own, dims=tuple(rest), loops=(*own.loops, (number, first))
+                )
+            else:
+                self._lose(loop, NOT_FOLLOWED, [array], [element])
+
+    def _number_of(self, loop: Node) -> int:
+        return self.found.loops.setdefault(loop, len(self.found.loops))
+
+    def _hand_on(self, loop: Node, taken: Variable, given: Operand) -> bool:
+        """Let the next step take what a step gives it. Returns whether that is new."""
+        rows: Mapping[Any, Rows] = self.found.rows
+        new_derivative = given in self.dependent and taken not in self.dependent
+        if new_derivative:
+            self.dependent.add(taken)
+        own, before = rows.get(given), rows.get(taken)
+        if own is None or own == before:
+            return new_derivative
+        from_example_to_example = self.found.loops.get(loop) in dict(own.loops)
+        if from_example_to_example or before is not None:
+            if given in self.dependent:
+                self.found.problem = self.found.problem or f"{INTERACT} `{loop.name}`"
+            return new_derivative
+        self.found.rows[taken] = own
+        return True
+
+    def _stacked(self, loop: Node, own: Rows, length: int) -> Rows:
+        """What a loop returns of all steps, from what each has."""
+        number = self.found.loops.get(loop)
+        taken = dict(own.loops).get(number) if number is not None else None
+        if taken is None:
+            return own.with_dims([no_examples((length,))[0], *own.dims])
+        left = tuple(each for each in own.loops if each[0] != number)
+        return replace(own, loops=left).with_dims([taken, *own.dims])
+
+    # Chunks that are read from an array and written to one, at places that a loop counts.
+
+    def _read(self, node: Node, own: Rows | None) -> Rows | None:
+        """Some examples after each other, cut out of an array that has all of them."""
+        if own is None:
+            return None
+        sizes, shape = node.params["slice_sizes"], node.inputs[0].shape
+        cut = [k for k, size in enumerate(sizes) if size != shape[k]]
+        if len(cut) != 1 or not own.is_whole(cut[0]):
+            return None
+        (axis,) = cut
+        collapsed = False
+        if node.name == "gather":
+            numbers = node.params["dimension_numbers"]
+            if numbers.start_index_map != (axis,) or np.prod(node.inputs[1].shape) != 1:
+                return None
+            collapsed = numbers.collapsed_slice_dims == (axis,)
+            start = self._number(node.inputs[1])
+        else:
+            start = self._number(node.inputs[1 + axis])
+        placed = self._placed(own, axis, start, sizes[axis])
+        if placed is None or len(node.outputs[0].shape) != len(shape) - collapsed:
+            return None
+        dims = [dim for k, dim in enumerate(placed.dims) if not (collapsed and k == axis)]
+        return placed.with_dims(dims)
+
+    def _placed(self, own: Rows, axis: int, start: Any, size: int) -> Rows | None:
+        """So many examples from a place on that is known, or that is the next in each step."""
+        if start is None:
+            return None
+        if start.ndim == 0:
+            return own.part(axis, int(start), size)
+        steps = len(start)
+        if self.loop is None or np.any(start != start[0] + size * np.arange(steps)):
+            return None
+        part = own.part(axis, int(start[0]), size)
+        taken = (Atom(0, size, steps),) if steps > 1 else ()
+        return replace(part, loops=(*part.loops, (self._number_of(self.loop), taken)))
+
+    def _written(self, node: Node, rows: Sequence[Rows | None]) -> Rows | None:
+        """An array of all examples, into which some were written at their places."""
+        buffer, own = rows[:2]
+        if own is None:
+            return None
+        shape, of_update = node.outputs[0].shape, node.inputs[1].shape
+        cut = [k for k in range(len(shape)) if shape[k] != of_update[k]]
+        if len(cut) != 1 or shape[cut[0]] != own.total:
+            return None
+        (axis,) = cut
+        dims = [*no_examples(shape)]
+        for k in own.axes:
+            if k != axis:
+                return None
+        dims[axis] = (Atom(0, 1, own.total),)
+        whole = Rows(own.total, 0, tuple(dims))
+        start = self._number(node.inputs[2 + axis])
+        if self._placed(whole, axis, start, of_update[axis]) != own:
+            return None
+        return whole if buffer in (None, whole) else None
+
+    # Integers.
+
+    def _number(self, operand: Operand) -> np.ndarray | None:
+        if not isinstance(operand, Constant):
+            return self.numbers.get(operand)
+        value = operand.value
+        if _compat.is_tracer(value) or np.size(value) != 1:
+            return None
+        is_integer = jnp.issubdtype(jnp.result_type(value), jnp.integer)
+        return np.asarray(value).reshape(()) if is_integer else None
+
+    def _last_number(self, variable: Variable, numbers: np.ndarray | None) -> None:
+        if numbers is not None and numbers.ndim:
+            self.numbers[variable] = numbers[-1]
+
+    def _count(self, node: Node) -> None:
+        """Compute an integer, if it is computed from such that are known."""
+        operation = _INTEGERS.get(node.name)
+        if operation is None or any(np.prod(out.shape) != 1 for out in node.outputs):
+            return
+        values = [self._number(operand) for operand in node.inputs]
+        if values and all(value is not None for value in values):
+            self.numbers[node.outputs[0]] = np.asarray(operation(*values))
+
+    def _check_loss(self, node: Node) -> None:
+        """A loss has one row for each example."""
+        operand = node.inputs[0]
+        own = self.found.rows.get(operand) if isinstance(operand, Variable) else None
+        if own is None or operand not in self.dependent or own.total == 1:
+            return
+        mapped = sum(level[0] for level in node.params["stacked"])
+        least = max(node.equation.primitive.least_axes, 2 if node.params["stacked"] else 1)
+        front = mapped + (1 if len(own.dims) - mapped >= least else 0)
+        of_examples = all(not own.dims[k] or own.has_only_examples(k) for k in range(front))
+        numbers = {self.found.loops.get(loop) for loop in self.around}
+        outside = any(axis >= front for axis in own.axes)
+        if outside or not of_examples or numbers != {number for number, _ in own.loops}:
+            several = "a loss has several rows for each example"
+            self.found.problem = self.found.problem or several
+
+
+def _counters(
+    walk: _Walk,
+    body: Program,
+    carried: Sequence[tuple[Variable, Operand]],
+    starts: Sequence[np.ndarray | None],
+    form: _compat.ScanForm,
+) -> dict[Operand, np.ndarray]:
+    """What a loop carries along that is an integer, larger by as much after each step."""
+    found: dict[Operand, np.ndarray] = {}
+    for (taken, given), start in zip(carried, starts, strict=True):
+        if start is None or start.ndim or form.length == 0 or form.reverse:
+            continue
+        after = _evaluated(walk, body, {taken: start}, given)
+        if after is None or after.ndim:
+            continue
+        numbers = start + (after - start) * np.arange(form.length)
+        again = _evaluated(walk, body, {taken: numbers}, given)
+        if again is not None and np.array_equal(again, numbers + (after - start)):
+            found[taken] = numbers
+    return found
+
+
+def _evaluated(
+    walk: _Walk, body: Program, known: Mapping[Any, np.ndarray], wanted: Operand
+) -> np.ndarray | None:
+    alone = replace(walk, numbers={**walk.numbers, **known})
+    for node in body.nodes:
+        if node.body is None:
+            alone._count(node)
+    return alone._number(wanted)
+
+
+def _is_real(variable: Variable) -> bool:
+    return variable.dtype is not None and jnp.issubdtype(variable.dtype, jnp.inexact)
+
+
+_same = lambda x: x
+_INTEGERS: dict[str, Any] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "lt": np.less,
+    "select_n": lambda which, no, yes: np.where(which, yes, no),
+    **dict.fromkeys(
+        ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "optimization_barrier"],
+        _same,
+    ),
+}
+"""Operations by which places in arrays are computed."""

@@ -1,0 +1,282 @@
+"""Blocks that claim to be exact are, or they refuse: however a model takes its examples.
+
+The oracle is the Gauss-Newton matrix from the Jacobian of the model of the whole batch, in float64.
+An exact mode does not depend on the seed. (`example_models` has the models.)
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import example, given, strategies as st
+
+import curvax
+from curvature import example_models as models
+from curvature.example_models import (
+    DIAGONAL,
+    FULL,
+    FUNCTIONS,
+    MAPS,
+    PARAMS,
+    batch,
+    estimated,
+    loss_of,
+    of_examples,
+    verdict,
+)
+
+ONE, PLAIN, TWICE, RECURRENT, BACKWARDS = (
+    models.one_position,
+    models.plain,
+    models.twice,
+    models.recurrent,
+    models.backwards,
+)
+
+EXACT = [
+    (ONE, "map", 1, 4, DIAGONAL),
+    (TWICE, "map", 1, 3, FULL),
+    (RECURRENT, "map", 1, 2, FULL),
+    (PLAIN, "map in chunks", 2, 4, DIAGONAL),
+    (PLAIN, "map in chunks", 4, 6, FULL),
+    (TWICE, "map in chunks", 2, 5, FULL),
+    (BACKWARDS, "reversed scan", 1, 3, DIAGONAL),
+    (ONE, "reversed scan in chunks", 2, 5, FULL),
+    (TWICE, "nested", 2, 4, DIAGONAL),
+    (TWICE, "chunked_vmap", 2, 5, DIAGONAL),
+    (PLAIN, "chunked_vmap, checkpointed", 2, 4, FULL),
+    (ONE, "nested chunked_vmap", 2, 4, DIAGONAL),
+]
+"""Functions of one example, ways to run them, chunk and batch sizes that must not be refused."""
+
+
+@pytest.mark.parametrize(
+    ("function", "mapped", "chunk", "size", "ctors"),
+    EXACT,
+    ids=[f"{f.__name__}, {mapped}, {c} of {n}" for f, mapped, c, n, _ in EXACT],
+)
+def test_examples_that_are_run_by_loops_are_told_apart(function, mapped, chunk, size, ctors):
+    assert verdict(of_examples(function, mapped, chunk), batch(size), ctors) == "exact"
+
+
+@given(
+    st.sampled_from(FUNCTIONS),
+    st.sampled_from(list(MAPS)),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from([FULL, DIAGONAL]),
+)
+@example(TWICE, "strided", 2, 4, FULL)
+@example(RECURRENT, "shuffled", 1, 3, DIAGONAL)
+def test_however_examples_are_run_blocks_are_exact_or_refuse(function, mapped, chunk, size, ctors):
+    if mapped in ("chunked_vmap", "chunked_vmap, checkpointed") or size >= chunk:
+        verdict(of_examples(function, mapped, min(chunk, size)), batch(size), ctors)
+
+
+WHOLE = {
+    "attention": (models.attention, 3, 3, "exact"),
+    "only features and positions are moved": (models.shuffled_features, 3, 2, "exact"),
+    "interaction of data alone": (models.normalised_data, 3, 2, "exact"),
+    "a scan over time": (models.time_first, 3, 3, "exact"),
+    "loops in turn": (models.in_two_loops, 3, 2, "exact"),
+    "merged, one example": (models.merged, 1, 3, "exact"),
+    "merged": (models.merged, 5, 2, "they share an axis with positions"),
+    "merged, as many positions": (models.merged, 3, 3, "they share an axis with positions"),
+    "time-major": (models.time_major, 5, 2, "they share an axis with positions"),
+    "time-major, as many positions": (models.time_major, 3, 3, "they share an axis"),
+    "merged and split otherwise": (models.split_differently, 5, 2, "examples unknown"),
+    "scrambled": (models.scrambled, 5, 2, "cannot be followed through `reshape`"),
+    "scrambled, as many positions": (models.scrambled, 3, 3, "examples interact"),
+    "a loop over all": (models.mapped_tokens, 3, 2, "cannot be followed through `scan`"),
+    "a row of the loss for each position": (models.merged_rows, 5, 2, "examples unknown"),
+    "batch size written out": (models.with_size_written_out(5), 5, 2, "is the batch size written"),
+    "batch size written out, as many positions": (
+        models.with_size_written_out(3),
+        3,
+        3,
+        "is the batch size written",
+    ),
+    "centred": (models.centred, 4, 2, "examples interact, by `reduce_sum`"),
+    "batch normalisation": (models.normalised, 4, 2, "examples interact, by `reduce_sum`"),
+    "rolled": (models.rolled, 4, 2, "examples interact, by `concatenate`"),
+    "summed up": (models.summed_up, 4, 2, "examples interact, by `cumsum`"),
+    "in pairs": (models.in_pairs, 4, 2, "examples interact, by `dot_general`"),
+    "handed on": (models.handed_on, 4, 2, "examples interact, by `scan`"),
+    "reversed between two uses": (models.reversed_between, 4, 2, "examples interact, by `rev`"),
+}
+"""Models of a batch, how many examples and positions, and what is said of the blocks."""
+
+REFUSED = [name for name, case in WHOLE.items() if case[3] != "exact"]
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name not in REFUSED])
+def test_models_whose_examples_stay_apart(name):
+    model, size, positions, _ = WHOLE[name]
+    ctors = FULL if size == positions else DIAGONAL
+    assert verdict(model, batch(size, positions), ctors) == "exact"
+
+
+@pytest.mark.parametrize("ctors", [FULL, DIAGONAL], ids=["full", "diagonal"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_blocks_refuse(name, ctors):
+    model, size, positions, why = WHOLE[name]
+    args = PARAMS, batch(size, positions)
+    estimator = curvax.BlockDiagonalCurvature(loss_of(model), layer_tag_to_block_ctor=ctors)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        estimator.init(jax.random.key(0), args, None, None)
+
+
+@given(st.sampled_from(sorted(WHOLE)), st.integers(1, 4), st.integers(1, 4), st.booleans())
+@example("merged", 2, 1, True)
+@example("merged and split otherwise", 2, 2, True)
+def test_whatever_a_model_does_blocks_are_exact_or_refuse(name, size, positions, full):
+    model = models.with_size_written_out(size) if "written out" in name else WHOLE[name][0]
+    verdict(model, batch(size, positions), FULL if full else DIAGONAL)
+
+
+class TestWhatIsSaid:
+    """The registration report, strict=True, and what errors recommend."""
+
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_the_registration_report_says_it(self, name):
+        model, size, positions, why = WHOLE[name]
+        args = PARAMS, batch(size, positions)
+        report = curvax.explain_registration(loss_of(model), args)
+        assert any(why in row.reason for row in report.rows)
+        unknown = [row for row in report.rows if row.reason.startswith("examples unknown: ")]
+        assert all(row.reason.startswith("examples ") for row in report.rows if row.reason)
+        if unknown:
+            assert "examples unknown" in str(report)
+            with pytest.raises(curvax.RegistrationError, match="examples unknown"):
+                curvax.explain_registration(loss_of(model), args, strict=True)
+        else:
+            curvax.explain_registration(loss_of(model), args, strict=True)
+
+    @pytest.mark.parametrize("mode", ["fisher_gradients", "fisher_empirical", "ggn_curvature_prop"])
+    def test_blocks_refuse_in_all_modes(self, mode):
+        with pytest.raises(ValueError, match="share an axis"):
+            estimated(models.merged, batch(4), FULL, mode)
+
+    @pytest.mark.parametrize("model", [models.merged, models.centred], ids=["unknown", "interact"])
+    def test_what_an_error_recommends_works(self, model):
+        with pytest.raises(ValueError) as error:
+            estimated(model, batch(3), {"dense": curvax.DenseFull})
+        names = re.findall(r"curvax\.(\w+)", str(error.value))
+        assert set(names) == {"DenseFull", "DenseTwoKroneckerFactored"}
+        assert "allow_approximation=True" in str(error.value)
+        made_do = functools.partial(curvax.DenseFull, allow_approximation=True)
+        for ctor in (curvax.DenseTwoKroneckerFactored, made_do):
+            estimator, matrix = estimated(model, batch(3), {"dense": ctor})
+            assert jnp.all(jnp.isfinite(matrix(0)))
+        (row,) = [row for row in estimator.report().rows if "['w']" in row.params]
+        assert row.block == "DenseFull"
+        assert row.remarks[0].startswith("examples ")
+
+    def test_naive_blocks_are_recommended_for_scales(self):
+        with pytest.raises(ValueError, match=r"Use curvax\.NaiveDiagonal"):
+            estimated(models.merged, batch(3), {"scale_and_shift": DIAGONAL["scale_and_shift"]})
+        estimated(models.merged, batch(3), {"scale_and_shift": curvax.NaiveDiagonal})
+
+
+class TestByDefault:
+    """A model can be trained as it is, and the report says what was done."""
+
+    def remarks(self, model, x):
+        estimator, matrix = estimated(model, x, None)
+        remarks = {", ".join(row.params): row.remarks for row in estimator.report().rows}
+        return matrix, remarks
+
+    def test_scales_of_merged_positions_count_each(self):
+        x = batch(4)
+        matrix, remarks = self.remarks(models.merged, x)
+        (said,) = remarks["['s']"]
+        assert said == (
+            "examples unknown: they share an axis with positions: each position counts as an "
+            "example of its own"
+        )
+        assert remarks["['w'], ['b']"] == ()
+        # Each position as if it were an example: the others are as they are, and do not change.
+        scales = jnp.broadcast_to(PARAMS["s"], (*x.shape[:2], 3))
+        jacobian = jax.jacrev(lambda s: positions_apart(x, s))(scales)
+        # (examples, outputs, examples, positions, features)
+        expected = jnp.sum(jacobian**2, (0, 1, 2, 3)) / len(x)
+        start = sum(PARAMS[name].size for name in "b")
+        assert jnp.allclose(jnp.diag(matrix(0))[start : start + 3], expected, 1e-9)
+
+    def test_kronecker_factors_of_interacting_examples(self):
+        _, remarks = self.remarks(models.centred, batch(3))
+        independent = "gradients of different ones are taken to be independent"
+        assert all(
+            said == (f"examples interact, by `reduce_sum`: {independent}",)
+            for said in remarks.values()
+        )
+
+    def test_nothing_is_said_where_all_is_known(self):
+        _, remarks = self.remarks(models.attention, batch(3))
+        assert not any(remarks.values())
+
+    def test_an_optimizer_trains_a_model_of_tokens(self):
+        def loss(p, batch):
+            x, y = batch
+            z = curvax.register_squared_error_loss(models.merged(p, x), y)
+            return jnp.mean(jnp.sum((z - y) ** 2, 1))
+
+        x = batch(6)
+        data = x, jnp.sin(jnp.sum(x, 1))[:, :2]
+        optimizer = curvax.Optimizer(
+            jax.value_and_grad(loss), l2_reg=0.0, num_burnin_steps=0, donate_buffers=False
+        )
+        params = PARAMS
+        state = optimizer.init(params, jax.random.key(0), data)
+        first = loss(params, data)
+        for k in range(4):
+            params, state, _ = optimizer.step(
+                params,
+                state,
+                jax.random.key(k),
+                batch=data,
+                learning_rate=0.2,
+                momentum=0.0,
+                damping=0.1,
+            )
+        assert loss(params, data) < 0.8 * first
+        said = [row.remarks for row in optimizer.estimator.report().rows if row.remarks]
+        assert len(said) == 1
+        assert said[0][0].startswith("examples unknown")
+
+
+def positions_apart(x, scales):
+    """`models.merged` with scales of their own for each position of each example."""
+    h = x * scales @ PARAMS["w"]
+    return models.head(PARAMS, jnp.tanh(h + jnp.broadcast_to(PARAMS["b"], h.shape)))
+
+
+class TestByHand:
+    """Layers that are tagged by hand have their examples along the first axis; or so it is said."""
+
+    def model(self, how):
+        def tagged(p, h):
+            return curvax.register_dense(h @ p["w"], h, p["w"])
+
+        def f(p, x):
+            if how == "merged":
+                h = tagged(p, x.reshape(-1, 3)).reshape(x.shape)
+            else:
+                h = jax.lax.map(lambda a: tagged(p, a), x) if how == "mapped" else x
+                h = tagged(p, h[:, 0])[:, None] if how == "first" else h
+            h = h * jnp.broadcast_to(p["s"], h.shape) + jnp.broadcast_to(p["b"], h.shape)
+            return models.head(p, h)
+
+        return f
+
+    def test_they_are(self):
+        assert verdict(self.model("first"), batch(3), FULL) == "exact"
+
+    @pytest.mark.parametrize(
+        ("how", "why"), [("merged", "share an axis"), ("mapped", "not along axis 0|share an axis")]
+    )
+    def test_they_are_not(self, how, why):
+        with pytest.raises(ValueError, match=why):
+            estimated(self.model(how), batch(3), {"dense": curvax.DenseFull})
