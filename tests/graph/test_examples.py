@@ -12,6 +12,10 @@ from helpers import assert_same
 W0, Q, X = normal(0, 5, 4), normal(1, 5, 4), normal(2, 5, 5)
 SQUARE, MASK = normal(3, 5, 5), (normal(4, 5, 5) > 0).astype(jnp.float64)
 NO_EXAMPLES = "it meets nothing that differs from example to example"
+UNKNOWN = (
+    "examples unknown: the function could not be traced with a larger batch (is the batch size "
+    "written out in it, or the batch closed over?)"
+)
 
 
 def rows(f, *args, **options):
@@ -59,8 +63,8 @@ class TestAnArgumentThatIsNoBatch:
         free = lambda p, mask, x: register((x @ mask) @ p["w"])
         assert rows(free, {"w": SQUARE}, MASK, X) == [("dense_tag", "")]
         assert rows(f, {"w": SQUARE, "s": X[0]}, MASK, X) == [
-            ("scale_and_shift_tag", ""),
-            ("dense_tag", ""),
+            ("scale_and_shift_tag", UNKNOWN),
+            ("dense_tag", UNKNOWN),
         ]
 
     def test_a_mask_of_positions(self):
@@ -105,13 +109,13 @@ class TestNothingIsKnown:
     def test_something_else_that_grows(self):
         """It is not what the losses are about."""
         f = lambda w, other: (register(X @ w), jnp.sum(other))
-        assert rows(f, Q, normal(7, 5)) == [("dense_tag", "")]
+        assert rows(f, Q, normal(7, 5)) == [("dense_tag", UNKNOWN)]
 
     def test_one_example_at_a_time(self):
         def f(w):
             return register(jax.lax.scan(lambda _, x: (None, x @ w), None, X)[1])
 
-        assert rows(f, Q) == [("dense_tag", "")]
+        assert rows(f, Q) == [("dense_tag", UNKNOWN)]
 
     def test_tokens_that_are_merged_with_examples(self):
         def f(p, tokens):
@@ -126,7 +130,8 @@ class TestNothingIsKnown:
 def test_a_parameter_for_each_example():
     f = lambda p, x: register(x * p["s"] + p["t"])
     params = {"s": Q, "t": W0}
-    assert rows(f, params, normal(9, 5, 4)) == [("scale_and_shift_tag", "")] * 2
+    unknown = "examples unknown: they are along an axis that the parameters have, too"
+    assert rows(f, params, normal(9, 5, 4)) == [("scale_and_shift_tag", unknown)] * 2
 
 
 def test_there_are_few_traces():
@@ -135,5 +140,5 @@ def test_there_are_few_traces():
         return register(sum(others) @ w)
 
     counted, calls = count_traces(f)
-    assert rows(counted, Q, *[X] * 6) == [("dense_tag", "")]
+    assert rows(counted, Q, *[X] * 6) == [("dense_tag", UNKNOWN)]
     assert len(calls) <= 2 + _examples._MOST_TRACES

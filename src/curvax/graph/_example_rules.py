@@ -105,7 +105,7 @@ def no_examples(shape: Sequence[int]) -> Dims:
     return tuple((Atom(None, 1, size),) if size != 1 else () for size in shape)
 
 
-def _common(rows: Sequence[Rows | None], shape: Sequence[int]) -> Rows | None | str:
+def _common(rows: Sequence[Rows | None], shape: Sequence[int]) -> Rows | str | None:
     """What an element-by-element function of such operands is about.
 
     Operands are of that shape, or repeated along axes of size one, or numbers.
@@ -130,11 +130,11 @@ def _tidy(dim: Sequence[Atom]) -> tuple[Atom, ...]:
         if atom.origin is None:
             atom = Atom(None, 1, atom.size)
         last = found[-1] if found else None
-        if last is not None and last.origin == atom.origin:
-            if atom.origin is None or last.stride == atom.stride * atom.size:
-                found[-1] = Atom(atom.origin, atom.stride, last.size * atom.size)
-                continue
-        found.append(atom)
+        in_order = last is not None and last.stride == atom.stride * atom.size
+        if last is not None and last.origin == atom.origin and (in_order or atom.origin is None):
+            found[-1] = Atom(atom.origin, atom.stride, last.size * atom.size)
+        else:
+            found.append(atom)
     return tuple(found)
 
 
@@ -379,9 +379,9 @@ integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextaft
 population_count pow random_gamma_grad real regularized_incomplete_beta rem round rsqrt select_n
 shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
 tan tanh xor bitcast_convert_type
-""".split()
+""".split()  # noqa: SIM905  A list of as many strings is harder to read.
 
-_REDUCTIONS = "sum max min prod and or xor".split()
+_REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),

@@ -177,7 +177,8 @@ class _Walk:
         while True:
             self.found.problem, self.found.lost = before
             inside.walk(body)
-            if not any([self._hand_on(node, *pair) for pair in carried]):
+            is_new = [self._hand_on(node, *pair) for pair in carried]
+            if not any(is_new):
                 break
         for number, (outer, inner) in enumerate(zip(node.outputs, body.outputs, strict=True)):
             if inner in self.dependent:
@@ -272,7 +273,7 @@ class _Walk:
 
     def _placed(self, own: Rows, axis: int, start: Any, size: int) -> Rows | None:
         """So many examples from a place on that is known, or that is the next in each step."""
-        if start is None:
+        if start is None or start.min() < 0 or start.max() + size > own.count:
             return None
         if start.ndim == 0:
             return own.part(axis, int(start), size)
@@ -317,7 +318,7 @@ class _Walk:
 
     def _last_number(self, variable: Variable, numbers: np.ndarray | None) -> None:
         if numbers is not None and numbers.ndim:
-            self.numbers[variable] = numbers[-1]
+            self.numbers[variable] = np.asarray(numbers[-1])
 
     def _count(self, node: Node) -> None:
         """Compute an integer, if it is computed from such that are known."""
