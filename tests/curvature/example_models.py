@@ -1,6 +1,6 @@
 """Models that take their examples in all sorts of ways, and the curvature that each must have.
 
-A family is a function of one example, `(positions, features)` to two outputs, and a way to run it
+A family is a function of one example, `(positions, features)` to an output, and a way to run it
 on all examples; or a model of a whole batch that merges examples with positions, writes the batch
 size out, or lets examples interact. `verdict` says whether blocks that claim to be exact are, or
 refuse; anything else fails.
@@ -35,7 +35,7 @@ PARAMS = {
     "s": 1 + normal(0, D) / 3,
     "w": normal(1, D, D) / 2,
     "b": normal(2, D) / 3,
-    "v": normal(3, D, 2) / 2,
+    "v": normal(3, D, 1) / 2,
 }
 
 
@@ -189,11 +189,11 @@ def merged_rows(p: Any, x: jax.Array) -> jax.Array:
     """A loss with a row for each position."""
     h = tokens(p, x)
     h = h + over(jnp.sum(h, 1, keepdims=True), h)
-    return (h @ p["v"]).reshape(-1, 2)
+    return (h @ p["v"]).reshape(-1, 1)
 
 
 def with_size_written_out(size: int) -> Callable[[Any, jax.Array], jax.Array]:
-    return lambda p, x: head(p, tokens(p, x)) + jnp.zeros((size, 2))
+    return lambda p, x: head(p, tokens(p, x)) + jnp.zeros((size, 1))
 
 
 def centred(p: Any, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import curvax
 from curvature import example_models as models
@@ -37,27 +37,33 @@ ONE, PLAIN, TWICE, RECURRENT, BACKWARDS = (
 
 EXACT = [
     (ONE, "map", 1, 4, DIAGONAL),
-    (TWICE, "map", 1, 3, FULL),
     (RECURRENT, "map", 1, 2, FULL),
     (PLAIN, "map in chunks", 4, 6, FULL),
+    (TWICE, "chunked_vmap", 2, 5, DIAGONAL),
+    (ONE, "reversed scan in chunks", 2, 5, FULL),
+    (TWICE, "map", 1, 3, FULL),
     (TWICE, "map in chunks", 2, 5, FULL),
     (BACKWARDS, "reversed scan", 1, 3, DIAGONAL),
-    (ONE, "reversed scan in chunks", 2, 5, FULL),
     (TWICE, "nested", 2, 4, DIAGONAL),
-    (TWICE, "chunked_vmap", 2, 5, DIAGONAL),
 ]
 """Functions of one example, ways to run them, chunk and batch sizes that must not be refused."""
 
 
 @pytest.mark.parametrize(
     ("function", "mapped", "chunk", "size", "ctors"),
-    EXACT,
+    [pytest.param(*case, marks=[] if k < 5 else pytest.mark.slow) for k, case in enumerate(EXACT)],
     ids=[f"{f.__name__}, {mapped}, {c} of {n}" for f, mapped, c, n, _ in EXACT],
 )
 def test_examples_that_are_run_by_loops_are_told_apart(function, mapped, chunk, size, ctors):
     assert verdict(of_examples(function, mapped, chunk), batch(size), ctors) == "exact"
 
 
+MOST = settings.default.max_examples if settings.default is not None else 6
+FEW = settings(max_examples=2 if MOST <= 6 else MOST)
+"""Each case is a program to compile."""
+
+
+@FEW
 @given(
     st.sampled_from(FUNCTIONS),
     st.sampled_from(list(MAPS)),
@@ -108,16 +114,26 @@ WHOLE = {
 REFUSED = [name for name, case in WHOLE.items() if case[3] != "exact"]
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if name not in REFUSED])
+SLOW = ["only features and positions are moved", "a scan over time", "merged, one example"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else [])
+        for name in WHOLE
+        if name not in REFUSED
+    ],
+)
 def test_models_whose_examples_stay_apart(name):
     model, size, positions, _ = WHOLE[name]
     ctors = FULL if size == positions else DIAGONAL
     assert verdict(model, batch(size, positions), ctors) == "exact"
 
 
-@pytest.mark.parametrize("ctors", [FULL, DIAGONAL], ids=["full", "diagonal"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_blocks_refuse(name, ctors):
+def test_models_that_blocks_refuse(name):
+    ctors = FULL if REFUSED.index(name) % 2 else DIAGONAL
     model, size, positions, why = WHOLE[name]
     args = PARAMS, batch(size, positions)
     estimator = curvax.BlockDiagonalCurvature(loss_of(model), layer_tag_to_block_ctor=ctors)
@@ -125,6 +141,7 @@ def test_models_that_blocks_refuse(name, ctors):
         estimator.init(jax.random.key(0), args, None, None)
 
 
+@FEW
 @given(st.sampled_from(sorted(WHOLE)), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @example("merged", 2, 1, True)
 @example("merged and split otherwise", 2, 2, True)
@@ -221,7 +238,7 @@ class TestByDefault:
             return jnp.mean(jnp.sum((z - y) ** 2, 1))
 
         x = batch(6)
-        data = x, jnp.sin(jnp.sum(x, 1))[:, :2]
+        data = x, jnp.sin(jnp.sum(x, 1))[:, :1]
         optimizer = curvax.Optimizer(
             jax.value_and_grad(loss), l2_reg=0.0, num_burnin_steps=0, donate_buffers=False
         )

@@ -31,7 +31,8 @@ def default_block_ctor(tag_name: str) -> Callable[[Any, str], CurvatureBlock]:
     made of gradients of single examples make do without them. Their remarks say so.
     """
     ctor = get_default_tag_to_block_ctor(tag_name)
-    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(ctor, OfExampleGradients):
+    own: Any = ctor
+    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(own, OfExampleGradients):
         return functools.partial(ctor, allow_approximation=True)
     return ctor
 

@@ -236,7 +236,7 @@ def _cut(node: Node, rows: Sequence[Rows | None]) -> Found:
     """`slice` and `split`: of examples, those that follow one another can be cut out."""
     (own,) = rows
     if own is None:
-        return [None] * len(node.outputs)
+        return [None for _ in node.outputs]
     if node.name == "slice":
         starts, strides = node.params["start_indices"], node.params["strides"]
         pieces = [(tuple(starts), strides or (1,) * len(starts))]
@@ -286,7 +286,7 @@ def _changed_axes(node: Node, rows: Sequence[Rows | None]) -> Found:
     (own, *others) = rows
     shape, before = node.outputs[0].shape, node.inputs[0].shape
     windows = node.params.get("window_dimensions", (1,) * len(shape))
-    pads = node.params.get("padding", node.params.get("padding_config"))
+    pads: Any = node.params.get("padding", node.params.get("padding_config"))
     same = [
         s == b and w == 1 and not any(pad)
         for s, b, w, pad in zip(shape, before, windows, pads, strict=True)

@@ -9,7 +9,7 @@ Only what depends on parameters matters for that: derivatives do not pass throug
 a mean over a batch of data is a constant, and integers are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class FollowedExamples:
         lost: where examples could not be followed that do not depend on parameters; or "".
     """
 
-    rows: dict[Variable, Rows] = field(default_factory=dict)
+    rows: dict[Operand, Rows] = field(default_factory=dict)
     loops: dict[Node, int] = field(default_factory=dict)
     problem: str = ""
     lost: str = ""
@@ -93,7 +93,7 @@ class _Walk:
 
     def _rows_of(self, operands: Sequence[Operand]) -> list[Rows | None]:
         """The examples of each operand; of those alone that have derivatives, if some have."""
-        known: Mapping[Any, Rows] = self.found.rows
+        known = self.found.rows
         some = any(x in self.dependent and x in known for x in operands)
         return [known.get(x) if not some or x in self.dependent else None for x in operands]
 
@@ -144,7 +144,7 @@ class _Walk:
             self._alias(outer, inner)
 
     def _alias(self, variable: Variable, operand: Operand) -> None:
-        rows: Mapping[Any, Rows] = self.found.rows
+        rows = self.found.rows
         self._know(variable, rows.get(operand))
         if operand in self.dependent:
             self.dependent.add(variable)
@@ -172,7 +172,9 @@ class _Walk:
             loop=node,
             around=(*self.around, node),
         )
-        inside.numbers |= _counters(inside, body, carried, [self._number(x) for x in starts], form)
+        if not form.reverse:
+            begin = [self._number(x) for x in starts]
+            inside.numbers |= inside._counters(body, carried, begin, form.length)
         before = self.found.problem, self.found.lost
         while True:
             self.found.problem, self.found.lost = before
@@ -187,7 +189,7 @@ class _Walk:
                 self._alias(outer, carried[number][0])
                 self._last_number(outer, inside.numbers.get(inner))
                 continue
-            rows: Mapping[Any, Rows] = self.found.rows
+            rows = self.found.rows
             own = rows.get(inner)
             self._know(outer, None if own is None else self._stacked(node, own, form.length))
 
@@ -195,7 +197,7 @@ class _Walk:
         self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand], length: int
     ) -> None:
         """What a loop takes one element of in each step."""
-        rows: Mapping[Any, Rows] = self.found.rows
+        rows = self.found.rows
         taken = None
         for element, array in zip(elements, arrays, strict=True):
             if array in self.dependent:
@@ -221,7 +223,7 @@ class _Walk:
 
     def _hand_on(self, loop: Node, taken: Variable, given: Operand) -> bool:
         """Let the next step take what a step gives it. Returns whether that is new."""
-        rows: Mapping[Any, Rows] = self.found.rows
+        rows = self.found.rows
         new_derivative = given in self.dependent and taken not in self.dependent
         if new_derivative:
             self.dependent.add(taken)
@@ -329,10 +331,40 @@ class _Walk:
         if values and all(value is not None for value in values):
             self.numbers[node.outputs[0]] = np.asarray(operation(*values))
 
+    def _counters(
+        self,
+        body: Program,
+        carried: Sequence[tuple[Variable, Operand]],
+        starts: Sequence[np.ndarray | None],
+        length: int,
+    ) -> dict[Operand, np.ndarray]:
+        """What a loop carries along that is an integer, larger by as much after each step."""
+        found: dict[Operand, np.ndarray] = {}
+        for (taken, given), start in zip(carried, starts, strict=True):
+            if start is None or start.ndim or not length:
+                continue
+            after = self._evaluated(body, taken, start, given)
+            if after is None or after.ndim:
+                continue
+            numbers = np.asarray(start + (after - start) * np.arange(length))
+            again = self._evaluated(body, taken, numbers, given)
+            if again is not None and np.array_equal(again, numbers + (after - start)):
+                found[taken] = numbers
+        return found
+
+    def _evaluated(
+        self, body: Program, known: Variable, number: np.ndarray, wanted: Operand
+    ) -> np.ndarray | None:
+        alone = replace(self, numbers={**self.numbers, known: number})
+        for node in body.nodes:
+            if node.body is None:
+                alone._count(node)
+        return alone._number(wanted)
+
     def _check_loss(self, node: Node) -> None:
         """A loss has one row for each example."""
         operand = node.inputs[0]
-        own = self.found.rows.get(operand) if isinstance(operand, Variable) else None
+        own = self.found.rows.get(operand)
         if own is None or operand not in self.dependent or own.total == 1:
             return
         mapped = sum(level[0] for level in node.params["stacked"])
@@ -344,38 +376,6 @@ class _Walk:
         if outside or not of_examples or numbers != {number for number, _ in own.loops}:
             several = "a loss has several rows for each example"
             self.found.problem = self.found.problem or several
-
-
-def _counters(
-    walk: _Walk,
-    body: Program,
-    carried: Sequence[tuple[Variable, Operand]],
-    starts: Sequence[np.ndarray | None],
-    form: _compat.ScanForm,
-) -> dict[Operand, np.ndarray]:
-    """What a loop carries along that is an integer, larger by as much after each step."""
-    found: dict[Operand, np.ndarray] = {}
-    for (taken, given), start in zip(carried, starts, strict=True):
-        if start is None or start.ndim or form.length == 0 or form.reverse:
-            continue
-        after = _evaluated(walk, body, {taken: start}, given)
-        if after is None or after.ndim:
-            continue
-        numbers = start + (after - start) * np.arange(form.length)
-        again = _evaluated(walk, body, {taken: numbers}, given)
-        if again is not None and np.array_equal(again, numbers + (after - start)):
-            found[taken] = numbers
-    return found
-
-
-def _evaluated(
-    walk: _Walk, body: Program, known: Mapping[Any, np.ndarray], wanted: Operand
-) -> np.ndarray | None:
-    alone = replace(walk, numbers={**walk.numbers, **known})
-    for node in body.nodes:
-        if node.body is None:
-            alone._count(node)
-    return alone._number(wanted)
 
 
 def _is_real(variable: Variable) -> bool:
