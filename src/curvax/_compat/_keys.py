@@ -201,8 +201,8 @@ def _do_the_same(one: types.FunctionType, two: types.FunctionType) -> bool:
         return False
     # JAX does not change what its own functions close over. Of others, a list is that very list.
     open_containers = _is_of_jax(one.__module__)
-    held = [_held_by(one), _held_by(two)]
-    return vars(one) == vars(two) == {} and _are_same(*held, open_containers)
+    have_attributes = bool(vars(one) or vars(two))
+    return not have_attributes and _are_same(_held_by(one), _held_by(two), open_containers)
 
 
 def _are_same(a: Any, b: Any, open_containers: bool) -> bool:
@@ -218,7 +218,7 @@ def _are_same(a: Any, b: Any, open_containers: bool) -> bool:
         return _do_the_same(a, b)
     if type(a) is tuple or (open_containers and type(a) is list):
         pairs = zip(a, b, strict=False)
-        return len(a) == len(b) and all(_are_same(*pair, open_containers) for pair in pairs)
+        return len(a) == len(b) and all(_are_same(x, y, open_containers) for x, y in pairs)
     if open_containers and type(a) is dict:
         return a.keys() == b.keys() and all(_are_same(a[k], b[k], True) for k in a)
     return False
@@ -246,7 +246,12 @@ def _is_function(x: Any) -> bool:
     return callable(x) and (isinstance(x, _FUNCTIONS) or not _is_of_jax(type(x).__module__))
 
 
-_FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinFunctionType | functools.partial
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+)
 
 
 def _rule_key(rule: Any) -> Hashable:

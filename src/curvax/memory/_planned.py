@@ -240,8 +240,8 @@ class BudgetRequest:
         size = int(sent(plan.batch_size))
         if size != plan.batch_size:
             plan = plan_at(plan, size, program(size).compile())
-        value = None if of_gradient else runnable(plan.executable)
-        return _Kept(replace(plan, executable=None), value)
+        compiled = None if of_gradient else runnable(plan.executable)
+        return _Kept(replace(plan, executable=None), compiled)
 
 
 def _found(fun: Fun, key: Hashable, program: Callable[[int], Program]) -> _Kept | None:
