@@ -17,6 +17,7 @@ from curvax.blocks._conv import (
     Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
     ConvTwoKroneckerFactored as ConvTwoKroneckerFactored,
 )
+from curvax.blocks._data import given_data as given_data
 from curvax.blocks._defaults import (
     default_block_ctor as default_block_ctor,
     make_block as make_block,

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
 from curvax.blocks._cache import CacheUpdate, MatrixPower, Powers, Refresh, finished, powers_of
-from curvax.blocks._data import statistics_of_data
+from curvax.blocks._data import data_of_sites, statistics_of_data
 from curvax.blocks._layer import LayerSite, wide
 from curvax.blocks._of_layer import OfLayer
 from curvax.blocks._state import BlockState, copied
@@ -241,9 +241,16 @@ class CurvatureBlock(OfLayer, abc.ABC):
     ) -> Any:
         """Take what happened at the layer into the estimate.
 
+        A class that overrides this may change `inputs` and `outputs_tangents` (or those of each
+        place, in `sites`) and call `super()`: what is passed is used. Arrays of another shape are
+        (examples, *positions, *features), with axes for stacked layers in front; convolutions may
+        have another number of examples only. Blocks of the gradient of the whole batch, such as
+        `NaiveDiagonal`, take `params_tangents` if these were changed.
+
         Arguments:
             state: the state of the block.
-            estimation_data: what `layer_tags_vjp` returns for the layer.
+            estimation_data: what `layer_tags_vjp` returns for the layer, with an axis for the
+                positions of each example where it has several.
             ema_old: what the estimate so far is multiplied with.
             ema_new: the weight of the new one.
             batch_size: the number of examples.
@@ -251,15 +258,14 @@ class CurvatureBlock(OfLayer, abc.ABC):
 
         Returns:
             The state with the new estimate.
+
+        Raises:
+            ValueError: if data that were changed contradict the layer, each other or `batch_size`.
         """
-        sites = self.sites_of(estimation_data)
-        statistics = statistics_of_data(self, state, estimation_data, sites)
+        sites, arrays = data_of_sites(self, estimation_data, batch_size)
+        statistics = statistics_of_data(self, state, estimation_data, sites, arrays)
         terms = self.terms(statistics, sites, state)
         return self.take_in(state, terms, sites, ema_old, ema_new, batch_size, pmap_axis_name)
-
-    def sites_of(self, estimation_data: Mapping[str, Any]) -> tuple[LayerSite, ...]:
-        """The places of the layer that the data are from."""
-        return estimation_data.get("places", self._equation.sites)
 
     def take_in(
         self,
@@ -295,6 +301,11 @@ class CurvatureBlock(OfLayer, abc.ABC):
         if axis_name is not None and not self.has_linear_estimates(sites):
             terms = lax.pmean(dict(terms), axis_name)
         return self.estimate(terms, sites, batch_size)
+
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        """Return whether an estimate depends on which positions belong to one example."""
+        del sites
+        return True
 
     def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
         """Whether what `estimate` makes of a sum is the sum of what it makes of its parts."""

@@ -25,6 +25,10 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
         max_factor_size: a factor that is wider is kept as its diagonal.
     """
 
+    @property
+    def num_averaged_positions(self) -> int:
+        return self.num_locations
+
     def fixed_scale(self) -> ArrayLike:
         return float(self.num_locations)
 

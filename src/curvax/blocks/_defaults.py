@@ -1,5 +1,6 @@
 """Which block a layer gets if nobody says otherwise, and how it is made."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,5 +45,6 @@ def make_block(
     if any(cut for site in equation.sites for cut in site.cuts):
         parts = Parts(equation, name, block_ctor)
         if any(part.splits_parts for part in parts.parts):
+            parts.check_updates()
             return parts
     return block_ctor(equation, name)

@@ -53,6 +53,10 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
     def remarks(self) -> tuple[str, ...]:
         return (*super().remarks, *remarks_on_examples(self._equation.sites))
 
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        del sites
+        return True
+
     def averages(self, state: Any) -> Sequence[Any]:
         return *super().averages(state), state.eigenvalues
 
@@ -73,7 +77,7 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
     def estimate(
         self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        corrected = terms["squares"] / (batch_size * self.fixed_scale())
+        corrected = terms["squares"] / (batch_size * self.num_averaged_positions)
         return *super().estimate(terms, sites, batch_size), corrected
 
     def _state(self, cache: dict[str, Any], inputs: Any, outputs: Any) -> Any:

@@ -111,6 +111,11 @@ class TwoKroneckerFactored(CurvatureBlock):
         return self.number_of_parameters > 1
 
     @property
+    def num_averaged_positions(self) -> int:
+        """Over how many positions of an example the factor of the outputs is averaged."""
+        return 1
+
+    @property
     def cache_work(self) -> float:
         return sum(side.work for side in (self._kronecker.inputs, self._kronecker.outputs))
 
@@ -202,7 +207,7 @@ class TwoKroneckerFactored(CurvatureBlock):
                 # Of each example, the mean over its positions.
                 rows *= rows / next(s.num_counted for s in sites if self._role(s) == role)
             inputs = terms[f"inputs{role}"] / max(rows, 1)
-            outputs = terms[f"outputs{role}"] / (batch_size * self.fixed_scale())
+            outputs = terms[f"outputs{role}"] / (batch_size * self.num_averaged_positions)
             pairs.append((outputs, inputs) if role else (inputs, outputs))
         return pairs[0] if len(pairs) == 1 else self._together(pairs)
 
@@ -276,6 +281,9 @@ class TwoKroneckerFactored(CurvatureBlock):
         is_known = len(counts) == 1 and not any(site.examples.unknown for site in sites)
         in_loop = any(any(site.example_loops) for site in sites)
         return self._weight_sharing == "reduce" and is_known and not in_loop
+
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        return self._reduces(sites)
 
     def _is_swapped(self, site: LayerSite) -> bool:
         """Whether the weights are used the other way round than at the first place."""

@@ -9,7 +9,7 @@ layer together; it can be used in place of the equation of its first tag.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,22 @@ def wide(*dtypes: Any) -> Any:
     """The dtype in which curvature is kept for arrays of some dtypes: at least float32."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes, jnp.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Operand:
+    """In place of a variable of an equation."""
+
+    aval: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Equation:
+    """In place of the equation of a tag, for data of other shapes."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +133,14 @@ class LayerSite:
             return ExamplesAt(unknown="it is tagged inside of a loop, of which nothing is known")
         number = shape[self._batch_axis(True)]
         return ExamplesAt(1, number, 1, (None,) * len(self.lengths), number, 0, number)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether examples and several positions of each share an axis."""
+        if not self.is_arranged or self.kind == "generic_tag" or self.num_examples is None:
+            return False
+        before, _, after = self.constants["examples"]
+        return before * after != 1
 
     @property
     def num_examples(self) -> int | None:
@@ -222,7 +246,7 @@ class LayerSite:
             channel = settings["dimension_numbers"].out_spec[1]
             return y + lax.broadcast_in_dim(rest[0], y.shape, (channel,)) if rest else y
         if self.kind == "dense_tag":
-            y = jnp.einsum("phi,hio->pho", x, weight) if weight.ndim == 3 else x @ weight
+            y = jnp.einsum("...hi,hio->...ho", x, weight) if weight.ndim == 3 else x @ weight
             return y + jnp.broadcast_to(rest[0], y.shape) if rest else y
         raise NotImplementedError(
             f"curvax: nothing is known of what a layer tagged {self.kind} computes. Use a block "
@@ -243,6 +267,57 @@ class LayerSite:
         before, number, after = self.examples.before, self.examples.number, self.examples.after
         x = jnp.moveaxis(x.reshape(before, number, after, *x.shape[1:]), 1, 0)
         return x.reshape(number, before * after, *x.shape[3:])
+
+    def split_shape(
+        self, shape: Sequence[int], is_output: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Split a shape of inputs or outputs: examples and positions, and all that is not these."""
+        if self.is_conv:
+            axis = self._batch_axis(is_output)
+            return tuple(shape[axis : axis + 1]), (*shape[:axis], *shape[axis + 1 :])
+        number = max(map(len, self.slice_shapes))
+        if self.kind == "embedding_tag":
+            number = number - 1 if is_output else 0
+        elif self.kind != "scale_and_shift_tag":
+            number -= 1  # One of the axes of weights is that of the outputs, or of the inputs.
+        cut = max(len(shape) - number, 0)
+        return tuple(shape[:cut]), tuple(shape[cut:])
+
+    def with_positions(self, x: Array) -> Array:
+        """Return an input or output with examples and positions along two axes, if both are known.
+
+        Axes of loops stay in front.
+        """
+        if not self.has_positions:
+            return x
+        before, number, after = self.constants["examples"]
+        axis = len(self.lengths)
+        loops, rest = x.shape[:axis], x.shape[axis + 1 :]
+        x = jnp.moveaxis(x.reshape(*loops, before, number, after, *rest), axis + 1, axis)
+        return x.reshape(*loops, number, before * after, *rest)
+
+    def without_positions(self, x: Array) -> Array:
+        """Inverse of `with_positions`."""
+        if not self.has_positions:
+            return x
+        before, number, after = self.constants["examples"]
+        axis = len(self.lengths)
+        loops, rest = x.shape[:axis], x.shape[axis + 2 :]
+        x = jnp.moveaxis(x.reshape(*loops, number, before, after, *rest), axis, axis + 1)
+        return x.reshape(*loops, before * number * after, *rest)
+
+    def of_data(self, x: Array, cotangent: Array) -> "LayerSite":
+        """Return this site for data of another shape: axes of stacks, then examples, positions."""
+        tag, constants, skip = self.equation.primitive, self.constants, len(self.stack)
+        shapes = [jax.ShapeDtypeStruct(y.shape[skip:], y.dtype) for y in (cotangent, x)]
+        if "examples" in constants and self.is_conv:
+            constants["examples"] = (1, shapes[0].shape[self._batch_axis(True)], 1)
+        else:
+            constants.pop("examples", None)
+        params = self.equation.invars[tag.num_outputs + tag.num_inputs :]
+        equation = _Equation(tag, constants, [*map(_Operand, shapes), *params])
+        stacked = (True,) * skip
+        return replace(self, equation=equation, stacked=stacked, lengths=self.stack)
 
     def gradients(self, x: Array, cotangent: Array) -> list[Array]:
         """The gradient of each example, in one step: (examples, *shape of the parameter)."""

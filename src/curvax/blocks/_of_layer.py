@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from curvax._types import Array
-from curvax.blocks._layer import LayerEquation, wide
+from curvax.blocks._layer import LayerEquation, LayerSite, wide
 
 __all__ = ["OfLayer"]
 
@@ -33,6 +35,11 @@ class OfLayer:
         return self._equation.primitive
 
     @property
+    def sites(self) -> tuple[LayerSite, ...]:
+        """The places of the layer in the program that the block was made for."""
+        return self._equation.sites
+
+    @property
     def parameter_variables(self) -> tuple[Any, ...]:
         """The variables of the parameters in the equation of the tag."""
         tag = self.layer_tag_primitive
@@ -40,16 +47,16 @@ class OfLayer:
 
     @property
     def outputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the outputs of the layer."""
-        outputs = self._equation.invars[: self.layer_tag_primitive.num_outputs]
-        return tuple(v.aval.shape for v in outputs)
+        """The shapes of the outputs of the layer, examples first, in each step of a loop."""
+        return self._shapes(self._equation.invars[: self.layer_tag_primitive.num_outputs])
 
     @property
     def inputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the inputs of the layer."""
+        """The shapes of the inputs of the layer, examples first, in each step of a loop."""
         tag = self.layer_tag_primitive
-        inputs = self._equation.invars[tag.num_outputs : tag.num_outputs + tag.num_inputs]
-        return tuple(v.aval.shape for v in inputs)
+        return self._shapes(
+            self._equation.invars[tag.num_outputs : tag.num_outputs + tag.num_inputs]
+        )
 
     @property
     def parameters_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -95,6 +102,11 @@ class OfLayer:
         sizes = [math.prod(shape) for shape in self.parameters_shapes]
         parts = jnp.split(vector, [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)])
         return tuple(x.reshape(s) for x, s in zip(parts, self.parameters_shapes, strict=True))
+
+    def _shapes(self, variables: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        """The shapes of inputs or outputs, as `estimation_data` has them."""
+        first = replace(self._equation.sites[0], stacked=(), lengths=())
+        return tuple(jax.eval_shape(first.with_positions, v.aval).shape for v in variables)
 
     def _check_vector(self, vector: Sequence[Array]) -> None:
         shapes = tuple(jnp.shape(x) for x in vector)

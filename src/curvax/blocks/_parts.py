@@ -6,6 +6,7 @@ scales or shifts, such as a bias that is cut from the same array as its weights,
 factors: its block is diagonal.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,9 @@ from curvax.blocks._state import BlockState
 from curvax.linalg import spectral_power
 
 __all__ = ["Parts"]
+
+
+_DIAGONAL = functools.partial(ScaleAndShiftDiagonal, allow_approximation=True)
 
 
 class Parts(CurvatureBlock):
@@ -53,9 +57,24 @@ class Parts(CurvatureBlock):
         for number, cuts in enumerate(self._cuts):
             equation = self._equation_of(cuts)
             is_elementwise = equation.sites[0].kind == "scale_and_shift_tag"
-            ctor = ScaleAndShiftDiagonal if is_elementwise else block_ctor
+            ctor = _DIAGONAL if is_elementwise else block_ctor
             parts.append(ctor(equation, f"{name}, part {number}"))
         self.parts = tuple(parts)
+
+    def check_updates(self) -> None:
+        """Check that no part has an update of its own, which would be for a whole layer."""
+        update = "update_curvature_matrix_estimate"
+        kinds = {type(part) for part in self.parts}
+        own = [
+            kind.__name__ for kind in kinds if getattr(kind, update) is not getattr(Parts, update)
+        ]
+        if own:
+            raise ValueError(
+                f"curvax: only parts of the parameters {self.name} are used at each place, so that each "
+                f"part has a block, but {', '.join(own)} overrides {update}, which is for a whole "
+                f"layer. Give these parameters another block (index_to_block_ctor), such as "
+                f"curvax.DenseTwoKroneckerFactored, or make the parts parameters of their own."
+            )
 
     @property
     def cache_work(self) -> float:

@@ -102,6 +102,10 @@ class OfTotalGradient(CurvatureBlock):
     sums_batch = True
     needs_examples = False
 
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        del sites
+        return False
+
     @property
     def remarks(self) -> tuple[str, ...]:
         return ("only the gradient of all examples together is known: estimates are noisy",)

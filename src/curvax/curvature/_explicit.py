@@ -122,7 +122,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         numbers = row_numbers(share.num_examples, (), share)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        return self._taken_in(state, [terms], [block.sites_of({})], how)
+        return self._taken_in(state, [terms], [block.sites], how)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))
@@ -168,7 +168,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         rows = [x.reshape(-1, *x.shape[2:]) for x in gradients]
         if isinstance(block, Full):
             return {"products": products_of_gradients([x.astype(block.dtype) for x in rows])}
-        terms = lambda own: block.terms({"total 0": own}, block.sites_of({}), state)
+        terms = lambda own: block.terms({"total 0": own}, block.sites, state)
         return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
 
     def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:

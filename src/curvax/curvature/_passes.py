@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from curvax import _compat
 from curvax._types import Array, PyTree
-from curvax.blocks import CurvatureBlock, LayerSite
+from curvax.blocks import CurvatureBlock, LayerSite, given_data
 from curvax.curvature._modes import sweeps
 from curvax.curvature._rows import sum_of_shares
 from curvax.graph import Layer, Place
@@ -178,7 +178,7 @@ def updated_by_data(
         for block, state, data, sites in zip(
             blocks, states, vjp(scaled), layers.sites, strict=True
         ):
-            given = {**data, "places": tuple(sites)}
+            given = given_data(data, sites, batch_size)
             own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
             rest = (old, new / num_passes, batch_size, pmap_axis_name)
             found.append(block.update_curvature_matrix_estimate(own, given, *rest))
