@@ -60,6 +60,7 @@ from curvax.curvature import (
     verify_curvature as verify_curvature,
 )
 from curvax.diffops import (
+    DamagedStoreWarning as DamagedStoreWarning,
     fisher_information as fisher_information,
     gauss_newton as gauss_newton,
     hessian as hessian,

@@ -1,6 +1,8 @@
 """What is written in blocks reads back whole, whatever happens in between."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,13 @@ import pytest
 import zarr
 from hypothesis import given, settings, strategies as st
 
-from curvax.diffops._disk import ArraySpec, BlockStore, check_path
+from curvax.diffops._disk import (
+    ArraySpec,
+    BlockStore,
+    DamagedStoreWarning,
+    check_path,
+    disk_errors,
+)
 
 WHERE = "curvax.hessian"
 
@@ -105,7 +113,8 @@ class TestRoundTrip:
         block = np.full((4, 3), value)
         store = open_store(tmp_path / "x.zarr", [spec("", (10, 3), block.dtype)])
         store.write(0, [block])
-        assert (tmp_path / "x.zarr/c/0/0").stat().st_size == block.nbytes
+        checksum = 4
+        assert (tmp_path / "x.zarr/c/0/0").stat().st_size == block.nbytes + checksum
 
     def test_what_is_not_done_reads_as_nan(self, tmp_path):
         store = open_store(tmp_path / "x.zarr")
@@ -215,8 +224,8 @@ class TestWhatIsInTheWay:
     def test_a_store_of_a_later_format_is_refused(self, tmp_path):
         open_store(tmp_path / "x.zarr")
         file = tmp_path / "x.zarr/zarr.json"
-        file.write_text(file.read_text().replace('"format": 1', '"format": 9'))
-        with refuses(ValueError, "in format 9, and this curvax uses format 1"):
+        file.write_text(file.read_text().replace('"format": 2', '"format": 9'))
+        with refuses(ValueError, "in format 9, and this curvax uses format 2"):
             open_store(tmp_path / "x.zarr")
 
 
@@ -264,6 +273,162 @@ class TestArguments:
         monkeypatch.setitem(sys.modules, "zarr", missing)
         with refuses(ImportError, r"pip install 'curvax\[disk\]'"):
             open_store(tmp_path / "x.zarr")
+
+
+SPECS = {"array": [spec()], "group": [spec("a"), spec("b", (10,), "float32")]}
+
+
+def emptied(file):
+    file.write_bytes(b"")
+
+
+def truncated(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flipped(file, position=None, bit=1):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= bit
+    file.write_bytes(content)
+
+
+FAULTS = {
+    "deleted": Path.unlink,
+    "emptied": emptied,
+    "truncated": truncated,
+    "first byte": lambda file: flipped(file, 0),
+    "a byte": flipped,
+    "last byte": lambda file: flipped(file, -1),
+}
+
+
+def files_of(path):
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+class TestDamage:
+    """Whatever happens to a file of a store, no other number is read than was written."""
+
+    @pytest.fixture(params=SPECS)
+    def stored(self, request, tmp_path):
+        """A finished store, and its arrays."""
+        path = tmp_path / "finished.zarr"
+        fill(open_store(path, SPECS[request.param]))
+        return path, SPECS[request.param]
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_each_kind_of_file(self, stored, tmp_path, fault, verify):
+        path, specs = stored
+        for name in files_of(path):
+            copy = tmp_path / name.replace("/", "-") / "x.zarr"
+            shutil.copytree(path, copy)
+            if fault not in ("deleted", "emptied") and not (copy / name).stat().st_size:
+                continue  # There is no byte in a mark.
+            FAULTS[fault](copy / name)
+            found = self.reopened(copy, specs, verify)
+            kind = "mark" if "done" in name else "metadata" if "zarr.json" in name else "chunk"
+            flipped = "byte" in fault
+            assert (
+                found
+                == {
+                    "mark": "as it was",
+                    "metadata": "refused",
+                    "chunk": "Zarr's error" if flipped and not verify else "repaired",
+                }[kind]
+            ), name
+
+    def test_any_byte_of_the_metadata(self, stored):
+        """It is refused, or says the same: in white space, for example."""
+        path, specs = stored
+        random = np.random.default_rng(0)
+        outcomes = []
+        for name in (name for name in files_of(path) if name.endswith("zarr.json")):
+            file = path / name
+            before = file.read_bytes()
+            for position in random.choice(len(before), 60, replace=False):
+                flipped(file, position, 1 << random.integers(7))
+                outcomes.append(self.reopened(path, specs, verify=False, refill=False))
+                file.write_bytes(before)
+        assert set(outcomes) <= {"as it was", "refused"}
+        assert outcomes.count("refused") > len(outcomes) / 2
+
+    def reopened(self, path, specs, verify, refill=True):
+        """What becomes of a store that is opened, finished and read. All that is read is right."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                store = open_store(path, specs, verify=verify)
+            except (ValueError, FileExistsError) as error:
+                assert str(error).startswith(f"{WHERE}: {path} ")  # noqa: PT017
+                return "refused"
+        warned = {each.category for each in caught}
+        if refill:
+            fill(store)
+        try:
+            assert_complete(store)
+        except ValueError as error:
+            assert "checksum do not match" in str(error)  # noqa: PT017
+            return "Zarr's error"
+        assert warned <= {DamagedStoreWarning}
+        return "repaired" if warned else "as it was"
+
+    def test_what_is_said(self, stored, tmp_path):
+        path, specs = stored
+        copy = tmp_path / "x.zarr"
+        shutil.copytree(path, copy)
+        chunks = [name for name in files_of(copy) if "/c/" in f"/{name}"]
+        (copy / chunks[0]).unlink()
+        words = rf"^{WHERE}: 1 of the 3 blocks of .* are damaged: .*\(blocks 0\)"
+        with pytest.warns(DamagedStoreWarning, match=words):
+            assert open_store(copy, specs).unfinished() == [0]
+
+    def test_damaged_metadata_can_be_overwritten(self, stored, tmp_path):
+        path, specs = stored
+        for number, fault in enumerate(FAULTS.values()):
+            copy = tmp_path / f"{number}.zarr"
+            shutil.copytree(path, copy)
+            fault(copy / "zarr.json")
+            if len(specs) > 1 and not (copy / "zarr.json").exists():
+                with refuses(FileExistsError, "not a Zarr store.* remove it yourself"):
+                    open_store(copy, specs, overwrite=True)
+                shutil.rmtree(copy)
+            else:
+                words = r"is damaged: zarr.json cannot be read .*overwrite=True to compute them a"
+                with refuses(ValueError, words):
+                    open_store(copy, specs)
+            fill(open_store(copy, specs, overwrite=True))
+            assert_complete(open_store(copy, specs))
+
+    @pytest.mark.parametrize("which", SPECS)
+    def test_a_folder_of_stores_is_no_damaged_store(self, tmp_path, which):
+        """It must not be replaced, whatever is overwritten."""
+        folder = tmp_path / "results"
+        folder.mkdir()
+        for name in "ab":
+            fill(open_store(folder / name))
+        (folder / "thesis.tex").write_text("mine")
+        (folder / "zarr.json").write_text("")
+        with refuses(FileExistsError, "not a Zarr store"):
+            open_store(folder, SPECS[which], overwrite=True)
+        assert_complete(open_store(folder / "a"))
+
+    def test_attributes_of_others_are_no_damage(self, tmp_path):
+        fill(open_store(tmp_path / "x.zarr"))
+        zarr.open_array(str(tmp_path / "x.zarr"), mode="r+").attrs["comment"] = "from May"
+        assert_complete(open_store(tmp_path / "x.zarr"))
+
+    @pytest.mark.parametrize(
+        ("code", "words"),
+        [(errno.ENOSPC, "Make room, or choose"), (errno.EROFS, "Choose a path that can be wr")],
+    )
+    def test_the_system_refuses_to_write(self, tmp_path, code, words):
+        refused = pytest.raises(OSError, match=rf"{WHERE}: cannot write to .*{words}")
+        with refused as info, disk_errors(WHERE, tmp_path):
+            raise OSError(code, "raw")
+        assert info.value.errno == code
+        with pytest.raises(OSError, match="raw"), disk_errors(WHERE, tmp_path):
+            raise OSError(errno.EIO, "raw")
 
 
 # Slow enough to be killed in the middle, and quick to start: neither JAX programs nor compilers.

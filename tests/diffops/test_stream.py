@@ -1,5 +1,6 @@
 """What goes to disk is what would be in memory, also if the process is killed on the way."""
 
+import errno
 import random
 import re
 import signal
@@ -17,6 +18,7 @@ import zarr
 import curvax
 from curvax import MemoryBudgetError, hessian, jacobian
 from curvax.diffops import _blocks
+from curvax.diffops._disk import BlockStore
 from diffops.functions import MIXED, mixed, mixed_loss, naive_jacobian, normal
 from helpers import assert_same
 
@@ -281,3 +283,92 @@ def test_streaming_holds_one_block(tmp_path):
 def test_options_that_do_not_go_with_the_disk_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="out= does not go with jit=False or objective='time'"):
         hessian(loss, X, out=tmp_path / "H.zarr", **options)
+
+
+class TestDamage:
+    """What each file of a store is good for is shown in `test_disk`; here, what a user sees."""
+
+    def test_a_chunk_that_is_lost_is_computed_again(self, tmp_path):
+        H, _ = hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr")
+        before = H[...]
+        (tmp_path / "H.zarr/c/1/0").unlink()
+        with pytest.warns(curvax.DamagedStoreWarning, match=r"^curvax\.hessian: 1 of the 3 blocks"):
+            H, _ = hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr")
+        np.testing.assert_array_equal(H[...], before)
+
+    def test_a_byte_that_changed_is_an_error_or_computed_again(self, tmp_path):
+        options = {"mode": "forward", "batch_size": 2, "out": tmp_path / "J.zarr"}
+        before = jacobian(vector, X, **options)[0][...]
+        chunk = tmp_path / "J.zarr/c/0/2"
+        content = bytearray(chunk.read_bytes())
+        content[5] ^= 16
+        chunk.write_bytes(content)
+        J, _ = jacobian(vector, X, **options)
+        with pytest.raises(ValueError, match="checksum do not match"):
+            J[...]
+        with pytest.warns(curvax.DamagedStoreWarning, match=r"\(blocks 2\)"):
+            J, _ = jacobian(vector, X, **options, verify=True)
+        np.testing.assert_array_equal(J[...], before)
+
+    def test_verification_of_a_good_store_changes_nothing(self, tmp_path):
+        hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr")
+        before = chunks(tmp_path / "H.zarr")
+        hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr", verify=True)
+        assert chunks(tmp_path / "H.zarr") == before
+
+    @pytest.mark.parametrize("call", ["write", "open"])
+    def test_a_full_disk(self, tmp_path, monkeypatch, call):
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "raw")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockStore, call, full)
+            words = r"curvax\.hessian: cannot write to .*H.zarr: No space left.* Make room"
+            with pytest.raises(OSError, match=words):
+                hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr")
+        H, _ = hessian(loss, X, batch_size=3, out=tmp_path / "H.zarr")
+        assert_same(jnp.asarray(H[...]), hessian_of_loss(X))
+
+
+def times(scale):
+    """`x * scale`, by a callback whose name says nothing of the scale."""
+
+    @jax.custom_jvp
+    def f(x):
+        return on_host(x)
+
+    def on_host(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: x * scale, shape, x, vmap_method="broadcast_all")
+
+    f.defjvp(lambda xs, ts: (f(xs[0]), on_host(ts[0])))
+    return f
+
+
+class TestCallbacks:
+    @pytest.mark.parametrize(
+        "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=lambda w: w.__name__
+    )
+    def test_a_store_is_not_returned_for_another_function(self, tmp_path, wrap):
+        run = lambda scale, **more: jacobian(
+            wrap(times(scale)), X, mode="forward", out=tmp_path / "J.zarr", **more
+        )[0][...]
+        np.testing.assert_allclose(run(2.0), 2 * np.eye(7))
+        words = (
+            r"^curvax\.jacobian: f calls back to Python \(.*on_host.*\), .* Pass overwrite=True to "
+            r"compute it again, choose another path, or read it with zarr.open"
+        )
+        for scale in (2.0, 5.0):
+            with pytest.raises(ValueError, match=words):
+                run(scale)
+        np.testing.assert_allclose(zarr.open(tmp_path / "J.zarr", mode="r")[...], 2 * np.eye(7))
+        np.testing.assert_allclose(run(5.0, overwrite=True), 5 * np.eye(7))
+
+    def test_prints_do_not_count(self, tmp_path):
+        def f(x):
+            jax.debug.callback(lambda x: None, x[0])
+            return jnp.sin(x)
+
+        for _ in range(2):
+            J, _ = jacobian(f, X, mode="forward", out=tmp_path / "J.zarr")
+        assert_same(jnp.asarray(J[...]), jnp.diag(jnp.cos(X)))

@@ -14,6 +14,7 @@ __all__ = [
     "ScanForm",
     "as_function",
     "as_program",
+    "callback_name",
     "checkpointed",
     "closed",
     "function_name",
@@ -134,6 +135,15 @@ def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         for inner in [] if program is None else program[0].eqns:
             yield inner.primitive, inner.params
             pending += parameters(inner).values()
+
+
+def callback_name(primitive: Any, params: dict[str, Any]) -> str | None:
+    """The Python function that an operation calls for its result; None if it calls none."""
+    if not primitive.name.endswith("_callback") or primitive.name == "debug_callback":
+        return None
+    found = params.get("callback")
+    function = getattr(found, "callback_func", found)
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _holds_program(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -25,8 +25,6 @@ class OfExampleGradients(CurvatureBlock):
             are taken to be independent. The `remarks` then say so. Otherwise that is an error.
     """
 
-    needs_examples: ClassVar[bool] = True
-
     def __init__(self, layer_tag_eq: Any, name: str, *, allow_approximation: bool = False) -> None:
         super().__init__(layer_tag_eq, name)
         self._allows_approximation = allow_approximation
@@ -41,7 +39,7 @@ class OfExampleGradients(CurvatureBlock):
     def check_examples(self, sites: Sequence[LayerSite]) -> None:
         """Refuse places at which the gradients of single examples are not known."""
         why = why_inexact(sites)
-        if not why or not self.needs_examples or self._allows_approximation:
+        if not why or not self.needs_examples(sites) or self._allows_approximation:
             return
         kind = self._equation.layer.tag_name if self._equation.layer else sites[0].kind
         other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
@@ -100,7 +98,6 @@ class OfTotalGradient(CurvatureBlock):
     """A block that knows only the gradient of all examples together."""
 
     sums_batch = True
-    needs_examples = False
 
     def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
         del sites

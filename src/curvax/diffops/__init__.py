@@ -8,6 +8,7 @@ it. `_stream` does it on disk: `_disk` keeps the blocks, `_fingerprint` says who
 column is.
 """
 
+from curvax.diffops._disk import DamagedStoreWarning as DamagedStoreWarning
 from curvax.diffops._fisher_information import fisher_information as fisher_information
 from curvax.diffops._gauss_newton import gauss_newton as gauss_newton
 from curvax.diffops._hessian import hessian as hessian

@@ -9,17 +9,28 @@ only handed to the system, so machines that vanish are survived too. Killed befo
 is computed again. Which computation a store belongs to is in its attributes, under "curvax", and
 no other may write to it. Floating-point rows that are not done yet read as NaN.
 
+Damage is noticed. A chunk ends with its CRC-32C, by Zarr's own codec, so that whoever reads it,
+with whatever program, gets the numbers that were written or an error. `open` looks whether the
+chunks of all blocks that are done are there and have their size, or on request reads them, and
+takes back the marks of those that fail. Each `zarr.json` has a checksum of what the meaning of
+chunks depends on. The marks are empty, and a lost one costs no more than its block.
+
 The marks lie in `.curvax/done` of the array; of the first array, if there are several, because
 Zarr warns of directories in a group that are not arrays.
 """
 
+import errno
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +40,22 @@ from numpy.typing import NDArray
 
 from curvax._checks import check_size
 
-__all__ = ["ArraySpec", "BlockStore", "check_path"]
+__all__ = ["ArraySpec", "BlockStore", "DamagedStoreWarning", "check_path", "disk_errors"]
 
-FORMAT = 1
+FORMAT = 2
+_CHECKSUM_BYTES = 4  # Of a chunk, by Zarr's codec "crc32c".
 _ABANDONED = 60.0  # Seconds after which a store that is being made is taken for a leftover.
+
+
+class DamagedStoreWarning(UserWarning):
+    """Blocks of a store that were done are damaged, and are computed again.
+
+    Examples:
+        >>> import warnings
+        >>> import curvax
+        >>> warnings.simplefilter("error", curvax.DamagedStoreWarning)  # Stop there instead.
+        >>> warnings.resetwarnings()
+    """
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,8 @@ class BlockStore:
         fingerprint: str,
         overwrite: bool,
         where: str,
+        resume: bool = True,
+        verify: bool = False,
     ) -> "BlockStore":
         """The store at `path`: continued if it is of the same computation, else a new one.
 
@@ -79,6 +104,13 @@ class BlockStore:
             overwrite: replace a Zarr store of something else. One of the same computation and the
                 same block size is continued all the same.
             where: the function to name in errors.
+            resume: continue a store of the same computation; otherwise it is replaced.
+            verify: read all blocks that are done, and check their checksums. Otherwise it is only
+                checked that their chunks are there and have the right size.
+
+        Warns:
+            DamagedStoreWarning: blocks that were done are not as they were written. They are to do
+                again.
 
         Raises:
             ImportError: Zarr is missing.
@@ -95,6 +127,8 @@ class BlockStore:
         recorded = cls.recorded_block_size(
             path, specs, **computation, overwrite=overwrite, where=where
         )
+        if not resume:
+            recorded = None
         if recorded is not None and size not in (None, recorded):
             if not overwrite:
                 raise ValueError(
@@ -108,8 +142,10 @@ class BlockStore:
         store = cls(path, tuple(specs), axis, length, recorded or size or 1)
         if recorded is None:
             _create(zarr, store, _metadata(store.specs, **computation))
-        elif store.unfinished():
-            store._remove_partial_chunks()
+        else:
+            store._take_back_damaged(verify, where)
+            if store.unfinished():
+                store._remove_partial_chunks()
         return store
 
     @classmethod
@@ -133,18 +169,30 @@ class BlockStore:
         path = Path(os.path.realpath(path))
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return None
-        if not _is_zarr(path):
+        if not _is_zarr(path) and not _is_ours(path, specs):
             kind = "a directory that is not a Zarr store" if path.is_dir() else "a file"
             raise FileExistsError(
                 f"{where}: {path} is {kind}. It is not touched, also with overwrite=True: choose "
                 f"another path, or remove it yourself."
             )
         recorded = _recorded(path)
-        differences = _differences(recorded, wanted)
-        if not differences:
+        differences: list[str] = []
+        # Of a store that is damaged, nothing that it says of itself can be compared.
+        damaged = _damaged_metadata(path, [""]) if _should_be_sealed(path, recorded) else []
+        if not damaged:
+            differences = _differences(recorded, wanted)
+        if not damaged and not differences:
+            damaged = _damaged_metadata(path, _zarr_names(specs))
+        if not differences and not damaged:
             return int(recorded["block_size"])
         if overwrite:
             return None
+        if damaged:
+            raise ValueError(
+                f"{where}: {path} is damaged: {', '.join(damaged)} cannot be read or is not as it "
+                f"was written, so that nothing can be said about its numbers. Pass overwrite=True "
+                f"to compute them again, or choose another path."
+            )
         raise ValueError(
             f"{where}: {path} holds something else: {'; '.join(differences)}. Choose another path, "
             f"or pass overwrite=True to replace it."
@@ -182,12 +230,58 @@ class BlockStore:
                 )
         for array, name, block in zip(self._open("r+"), self._names(), blocks, strict=True):
             if block.size:
-                array[rows if self.axis == "first" else (..., rows)] = block
-                chunk = _with_axis((0,) * block.ndim, self.axis, index)
-                self._flush_chunk(self.path / name, array.metadata.encode_chunk_key(chunk))
+                array[self._key(index)] = block
+                self._flush_chunk(self.path / name, self._chunk(array, name, index))
         marks = self._marks()
         marks.mkdir(parents=True, exist_ok=True)
         (marks / str(index)).touch()
+
+    def damaged(self, verify: bool) -> list[int]:
+        """Return the blocks that are done, but not as they were written.
+
+        Args:
+            verify: read them and check their checksums, one block at a time; otherwise only the
+                sizes of their chunks are looked at.
+        """
+        undone = set(self.unfinished())
+        done = [index for index in range(self.num_blocks) if index not in undone]
+        arrays = list(zip(self._open("r"), self.specs, self._names(), strict=True)) if done else []
+        return [
+            index
+            for index in done
+            if not all(self._is_whole(index, *each, verify) for each in arrays)
+        ]
+
+    def _is_whole(self, index: int, array: Any, spec: ArraySpec, name: str, verify: bool) -> bool:
+        """Return whether a block of an array is there, with its size and maybe its checksum."""
+        if 0 in spec.shape:
+            return True
+        chunk = self._chunk(array, name, index)
+        size = math.prod(_with_axis(spec.shape, self.axis, self.block_size)) * spec.dtype.itemsize
+        if not chunk.is_file() or chunk.stat().st_size != size + _CHECKSUM_BYTES:
+            return False
+        try:
+            if verify:
+                array[self._key(index)]
+        except (ValueError, OSError):  # Zarr's for a wrong checksum; the disk's.
+            return False
+        return True
+
+    def _take_back_damaged(self, verify: bool, where: str) -> None:
+        """Let damaged blocks be done again."""
+        damaged = self.damaged(verify)
+        if not damaged:
+            return
+        some = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+        warnings.warn(
+            f"{where}: {len(damaged)} of the {self.num_blocks} blocks of {self.path} are damaged: "
+            f"chunks are missing, of another size, or fail their checksum (blocks {some}). They "
+            f"are computed again.",
+            DamagedStoreWarning,
+            stacklevel=2,
+        )
+        for index in damaged:
+            (self._marks() / str(index)).unlink(missing_ok=True)
 
     def arrays(self) -> list[Any]:
         """The arrays as `zarr.Array`, for reading only, in the order of the specs."""
@@ -207,8 +301,17 @@ class BlockStore:
     def _marks(self) -> Path:
         return self.path / next(iter(self._names()), "") / ".curvax" / "done"
 
-    def _flush_chunk(self, array: Path, key: str) -> None:
-        chunk = array / key
+    def _key(self, index: int) -> Any:
+        """What a block is in an array."""
+        rows = self.rows(index)
+        return rows if self.axis == "first" else (..., rows)
+
+    def _chunk(self, array: Any, name: str, index: int) -> Path:
+        """The file of a block of an array."""
+        position = _with_axis((0,) * array.ndim, self.axis, index)
+        return self.path / name / array.metadata.encode_chunk_key(position)
+
+    def _flush_chunk(self, array: Path, chunk: Path) -> None:
         above = [parent for parent in chunk.parents if parent.is_relative_to(array)]
         _flush([chunk, *above])
 
@@ -217,6 +320,28 @@ class BlockStore:
         for name in self._names():
             for partial in (self.path / name / "c").rglob("*.partial"):
                 partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(where: str, path: Path) -> Generator[None]:
+    """Say what to do where the system refuses to write: a full disk, or one that is read-only."""
+    advice = {
+        errno.ENOSPC: "Make room, or choose a path on another disk.",
+        errno.EDQUOT: "Make room, or choose a path on another disk.",
+        errno.EROFS: "Choose a path that can be written.",
+        errno.EACCES: "Choose a path that can be written.",
+        errno.EPERM: "Choose a path that can be written.",
+    }
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in advice:
+            raise
+        raise OSError(
+            error.errno,
+            f"{where}: cannot write to {path}: {os.strerror(error.errno)}. "
+            f"{advice[error.errno]} Blocks that are done are kept: the same call goes on there",
+        ) from error
 
 
 def check_path(out: Any, where: str) -> Path:
@@ -275,7 +400,8 @@ def _recorded(path: Path) -> dict[str, Any]:
     file = path / "zarr.json"
     if not file.is_file():
         return {}
-    recorded = json.loads(file.read_text()).get("attributes", {}).get("curvax")
+    described = _described(file) or {}
+    recorded = described.get("attributes", {}).get("curvax")
     return recorded if isinstance(recorded, dict) else {}
 
 
@@ -283,11 +409,62 @@ def _is_zarr(path: Path) -> bool:
     """Whether a Zarr store is there, of whatever origin; format 2 has other files at its root."""
     if any((path / name).is_file() for name in (".zarray", ".zgroup")):
         return True
-    try:
-        described = json.loads((path / "zarr.json").read_text())
-    except (OSError, ValueError):
+    return "zarr_format" in (_described(path / "zarr.json") or {})
+
+
+def _is_ours(path: Path, specs: Sequence[ArraySpec]) -> bool:
+    """Whether this is a store of such arrays, and nothing else, also if its zarr.json is damaged.
+
+    It may be replaced then, so a folder with stores in it must not be mistaken for one.
+    """
+    if not path.is_dir():
         return False
-    return isinstance(described, dict) and "zarr_format" in described
+    found = {entry.name for entry in path.iterdir()}
+    names = [""] if ".curvax" in found else _zarr_names(specs)
+    expected = {"zarr.json", *names} if names != [""] else {"zarr.json", "c", ".curvax"}
+    is_marked = bool(names) and (path / names[0] / ".curvax" / "done").is_dir()
+    return is_marked and found <= expected and (names == [""] or "zarr.json" in found)
+
+
+def _described(file: Path) -> dict[str, Any] | None:
+    """What a `zarr.json` says, or None if it is damaged or missing."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    attributes = found.get("attributes", {}) if isinstance(found, dict) else None
+    return found if isinstance(attributes, dict) else None
+
+
+def _checksum(described: dict[str, Any]) -> str:
+    """A checksum of what a `zarr.json` says, but for attributes that users may have added."""
+    said = {key: value for key, value in described.items() if key != "attributes"}
+    own = {key: x for key, x in described["attributes"]["curvax"].items() if key != "checksum"}
+    return hashlib.sha256(json.dumps([said, own], sort_keys=True).encode()).hexdigest()
+
+
+def _seal(file: Path) -> None:
+    """Add the checksum to a `zarr.json`."""
+    described = json.loads(file.read_text())
+    described["attributes"]["curvax"]["checksum"] = _checksum(described)
+    file.write_text(json.dumps(described, indent=2))
+
+
+def _should_be_sealed(path: Path, recorded: dict[str, Any]) -> bool:
+    """Whether curvax made what is there, in this format, as far as one can tell."""
+    return not _is_zarr(path) or recorded.get("format") == FORMAT
+
+
+def _damaged_metadata(path: Path, names: Sequence[str]) -> list[str]:
+    """Which `zarr.json` files of arrays of a store are not as they were written."""
+    files = {f"{name}/zarr.json".lstrip("/"): path / name / "zarr.json" for name in names}
+    return [name for name, file in files.items() if not _is_sealed(file)]
+
+
+def _is_sealed(file: Path) -> bool:
+    described = _described(file)
+    own = None if described is None else described.get("attributes", {}).get("curvax")
+    return isinstance(own, dict) and own.get("checksum") == _checksum(described or {})
 
 
 def _differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -339,15 +516,17 @@ def _create(zarr: Any, store: BlockStore, metadata: dict[str, Any]) -> None:
                 chunks=_with_axis(
                     tuple(max(1, n) for n in spec.shape), store.axis, store.block_size
                 ),
-                compressors=None,
+                compressors=zarr.codecs.Crc32cCodec(),
                 filters=None,
                 fill_value=np.nan if spec.dtype.kind in "fc" else 0,
                 attributes={"curvax": {"name": spec.name}} if name else attributes,
                 config={"write_empty_chunks": True},
             )
+        for name in dict.fromkeys(["", *names]):
+            _seal(new / name / "zarr.json")
         (new / (names or [""])[0] / ".curvax" / "done").mkdir(parents=True)
         _flush([*new.rglob("*"), new])
-        if _is_zarr(path):
+        if _is_zarr(path) or _is_ours(path, store.specs):
             old = _beside(path, "old")
             os.rename(path, old)
             os.rename(new, path)

@@ -8,7 +8,9 @@ inside of programs are walked in turn, each of them once.
 
 Python functions in the parameters of an operation (the derivative rule of a `jax.custom_jvp`, a
 callback to the host) count by their names only; nothing can compare what they do. So the program
-to give is the one that computes the result, in which derivative rules have been applied already.
+to give is the one that computes the result, in which derivative rules have been applied already;
+and `callbacks` lists the functions that it calls while it runs, for which a fingerprint says
+nothing.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ import numpy as np
 
 from curvax import _compat
 
-__all__ = ["fingerprint"]
+__all__ = ["callbacks", "fingerprint"]
 
 # Whoever changes how a text is made changes this too: old stores are then refused, not misread.
 FORMAT = "curvax fingerprint 1"
@@ -52,6 +54,30 @@ def fingerprint(closed_jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any])
         *(f"input {_array(x)}" for x in inputs),
     ]
     return _sha256("\n".join(parts).encode())
+
+
+def callbacks(closed_jaxpr: Any) -> list[str]:
+    """Return the names of the Python functions that a program calls back to for its result.
+
+    `jax.debug.print` and `jax.debug.callback` do not count: no result depends on them.
+    """
+    found: dict[str, None] = {}
+    seen: set[int] = set()
+    pending = [closed_jaxpr]
+    while pending:
+        x = pending.pop()
+        if isinstance(x, tuple | list):
+            pending += x
+        program = _compat.as_program(x)
+        if program is None or id(x) in seen:
+            continue
+        seen.add(id(x))
+        for eqn in program[0].eqns:
+            name = _compat.callback_name(eqn.primitive, eqn.params)
+            if name is not None:
+                found[name] = None
+            pending += eqn.params.values()
+    return list(found)
 
 
 @dataclasses.dataclass(frozen=True)

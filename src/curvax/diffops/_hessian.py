@@ -37,6 +37,7 @@ def hessian(
     progress: bool = False,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    verify: bool = False,
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
@@ -74,6 +75,9 @@ def hessian(
             holds one of them. Stopped at any time and run again, it goes on where it was. Several
             processes write to it together, if all of them make the call.
         overwrite: whether `out` may replace a store that belongs to something else.
+        verify: whether to read what `out` has already and check it against its checksums. Without,
+            it is only checked that nothing is missing. Damaged blocks are computed again, with a
+            `DamagedStoreWarning`.
         mesh: devices among which rows are split. Each computes its share of them in blocks, and
             sizes and budgets are for each. Rows are then computed whole, so that one device alone
             is about as fast as two.
@@ -137,7 +141,7 @@ def hessian(
 
     with advised_to_go_forward(where, rows, traced, x, has_aux):
         if out is not None:
-            (matrix,), aux = stream(rows(traced.untraced()), x, options, out, overwrite, progress)
+            (matrix,), aux = stream(rows(traced.untraced()), x, options, out, overwrite, verify, progress)
         else:
             problem = triangle if jit and mesh is None else rows
             bar = "hessian" if progress else None

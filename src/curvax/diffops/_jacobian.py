@@ -47,6 +47,7 @@ def jacobian(
     progress: bool = False,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    verify: bool = False,
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
@@ -83,6 +84,9 @@ def jacobian(
             holds one of them. Stopped at any time and run again, it goes on where it was. Several
             processes write to it together, if all of them make the call.
         overwrite: whether `out` may replace a store that belongs to something else.
+        verify: whether to read what `out` has already and check it against its checksums. Without,
+            it is only checked that nothing is missing. Damaged blocks are computed again, with a
+            `DamagedStoreWarning`.
         mesh: devices among which columns (or rows) are split. Each computes its share of them in
             blocks, and sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
@@ -168,7 +172,7 @@ def jacobian(
 
     with advised(where, lambda: why_not_by(reverse), other_mode):
         if out is not None:
-            arrays, aux = stream(problem(traced.untraced()), x, options, out, overwrite, progress)
+            arrays, aux = stream(problem(traced.untraced()), x, options, out, overwrite, verify, progress)
         else:
             bar = "jacobian" if progress else None
             key = checkpoint, reverse, has_aux

@@ -19,8 +19,8 @@ from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.diffops._agreement import check_agreement, shapes_in_words
 from curvax.diffops._blocks import BlockPrograms
-from curvax.diffops._disk import ArraySpec, BlockStore, check_path
-from curvax.diffops._fingerprint import fingerprint
+from curvax.diffops._disk import ArraySpec, BlockStore, check_path, disk_errors
+from curvax.diffops._fingerprint import callbacks, fingerprint
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._progress import Progress
@@ -38,6 +38,7 @@ def stream(
     options: BlockOptions,
     out: str | PathLike[str],
     overwrite: bool,
+    verify: bool,
     progress: bool,
 ) -> tuple[list[Any], PyTree]:
     """The arrays of a problem with one part, on disk at `out`, and its auxiliary value."""
@@ -62,8 +63,9 @@ def stream(
         blocks, aux = team.all_or_none(
             lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
         )
-        store = _opened(wanted, blocks, options, team)
-        _write_unfinished(store, blocks, team, progress)
+        with disk_errors(where, wanted.path):
+            store = _opened(wanted, blocks, options, team, verify)
+            _write_unfinished(store, blocks, team, progress)
     return list(store.arrays()), aux
 
 
@@ -75,6 +77,8 @@ class _Wanted:
     specs: tuple[ArraySpec, ...]
     computation: Any
     """What `BlockStore` takes beside these."""
+    callbacks: tuple[str, ...]
+    """The Python functions that the program calls, which no fingerprint covers."""
 
     @classmethod
     def of(
@@ -90,7 +94,7 @@ class _Wanted:
             "overwrite": overwrite,
             "where": options.where,
         }
-        return cls(path, tuple(_specs(shapes, part)), computation)
+        return cls(path, tuple(_specs(shapes, part)), computation, tuple(callbacks(program)))
 
     def in_words(self, x: PyTree) -> list[str]:
         """What all processes must have alike, a line for each."""
@@ -102,9 +106,35 @@ class _Wanted:
         """That of the store, if it was begun."""
         return BlockStore.recorded_block_size(self.path, self.specs, **self.computation)
 
-    def opened(self, block_size: int) -> BlockStore:
-        """The store, made or continued."""
-        return BlockStore.open(self.path, self.specs, block_size=block_size, **self.computation)
+    def opened(self, block_size: int, verify: bool) -> BlockStore:
+        """The store, made or continued; with callbacks, made."""
+        return BlockStore.open(
+            self.path,
+            self.specs,
+            block_size=block_size,
+            resume=not self.callbacks,
+            verify=verify,
+            **self.computation,
+        )
+
+    def resumed_block_size(self) -> int | None:
+        """That of the store, if it was begun and can be continued.
+
+        Raises:
+            ValueError: it was begun, but by a program that calls Python functions, and is not to be
+                overwritten: these may have computed something else then.
+        """
+        recorded = self.recorded_block_size()
+        if recorded is None or not self.callbacks:
+            return recorded
+        if self.computation["overwrite"]:
+            return None
+        raise ValueError(
+            f"{self.computation['where']}: f calls back to Python ({', '.join(self.callbacks)}), "
+            f"and whether such a function still computes what it did when {self.path} was written "
+            f"cannot be known. So it is neither continued nor returned. Pass overwrite=True to "
+            f"compute it again, choose another path, or read it with zarr.open."
+        )
 
     def joined(self, block_size: int, number: int) -> BlockStore:
         """The store that another process has opened, which is process `number`'s to find."""
@@ -144,12 +174,12 @@ def _traced(fun: Any, x: PyTree, path: Path, options: BlockOptions) -> tuple[Any
 
 
 def _opened(
-    wanted: _Wanted, blocks: BlockPrograms, options: BlockOptions, team: Team
+    wanted: _Wanted, blocks: BlockPrograms, options: BlockOptions, team: Team, verify: bool
 ) -> BlockStore:
     """The store, opened by the first process, which says how large blocks are."""
 
     def open_first() -> BlockStore:
-        recorded = wanted.recorded_block_size()
+        recorded = wanted.resumed_block_size()
         # So that there is something to do for every device.
         most = -(-options.length // (blocks.at_once * team.count))
         if options.budget is not None:
@@ -158,7 +188,7 @@ def _opened(
             size = options.size
         else:
             size = recorded or blocks.default_size(wanted.specs, most)
-        return wanted.opened(size)
+        return wanted.opened(size, verify)
 
     store = team.all_or_none(lambda: open_first() if team.is_first else None, "opening the store")
     size = int(team.sent_by_first(np.int32(0 if store is None else store.block_size)))
