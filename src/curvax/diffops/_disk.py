@@ -53,8 +53,8 @@ class DamagedStoreWarning(UserWarning):
     Examples:
         >>> import warnings
         >>> import curvax
-        >>> warnings.simplefilter("error", curvax.DamagedStoreWarning)  # Stop there instead.
-        >>> warnings.resetwarnings()
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", curvax.DamagedStoreWarning)  # Stop there instead.
     """
 
 
