@@ -20,8 +20,8 @@ from curvax.diffops._disk import (
     BlockStore,
     DamagedStoreWarning,
     check_path,
-    disk_errors,
 )
+from curvax.diffops._stream import disk_errors
 
 WHERE = "curvax.hessian"
 

@@ -3,7 +3,8 @@
 From the bottom: `_point` numbers the coordinates of a pytree, `_problem` computes columns of linear
 maps in blocks of which `_options` says how large, `_triangle` spares the Hessian half of that,
 `_split` shares them out among devices (`_devices` says which), and `_solve` makes one program of
-it. `_stream` does it on disk: `_disk` keeps the blocks, `_fingerprint` says whose they are,
+it. `_stream` does it on disk: `_disk` keeps the blocks (`_store_metadata`: what a store says of
+itself), `_fingerprint` says whose they are,
 `_blocks` computes them, `_team` deals them out to processes. Each public function says what a
 column is.
 """

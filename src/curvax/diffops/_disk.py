@@ -19,18 +19,13 @@ The marks lie in `.curvax/done` of the array; of the first array, if there are s
 Zarr warns of directories in a group that are not arrays.
 """
 
-import errno
-import hashlib
-import json
 import math
 import os
-import re
 import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,10 +34,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from curvax._checks import check_size
+from curvax.diffops._store_metadata import (
+    ArraySpec,
+    check_specs,
+    damaged_metadata,
+    differences_of,
+    is_ours,
+    is_zarr,
+    metadata_of,
+    recorded_in,
+    seal,
+    should_be_sealed,
+    zarr_names,
+)
 
-__all__ = ["ArraySpec", "BlockStore", "DamagedStoreWarning", "check_path", "disk_errors"]
+__all__ = ["ArraySpec", "BlockStore", "DamagedStoreWarning", "check_path"]
 
-FORMAT = 2
 _CHECKSUM_BYTES = 4  # Of a chunk, by Zarr's codec "crc32c".
 _ABANDONED = 60.0  # Seconds after which a store that is being made is taken for a leftover.
 
@@ -56,15 +63,6 @@ class DamagedStoreWarning(UserWarning):
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error", curvax.DamagedStoreWarning)  # Stop there instead.
     """
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """An array of a store: its name in the user's words, its shape and its dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class BlockStore:
             raise ValueError(f"{where}: a new store needs a block_size, got None.")
         store = cls(path, tuple(specs), axis, length, recorded or size or 1)
         if recorded is None:
-            _create(zarr, store, _metadata(store.specs, **computation))
+            _create(zarr, store, metadata_of(store.specs, **computation))
         else:
             store._take_back_damaged(verify, where)
             if store.unfinished():
@@ -164,25 +162,25 @@ class BlockStore:
 
         Whatever makes `open` refuse, other than a block size, is refused here already.
         """
-        wanted = _metadata(tuple(specs), axis, length, fingerprint)
-        _check_specs(specs, axis, length, where)
+        wanted = metadata_of(tuple(specs), axis, length, fingerprint)
+        check_specs(specs, axis, length, where)
         path = Path(os.path.realpath(path))
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return None
-        if not _is_zarr(path) and not _is_ours(path, specs):
+        if not is_zarr(path) and not is_ours(path, specs):
             kind = "a directory that is not a Zarr store" if path.is_dir() else "a file"
             raise FileExistsError(
                 f"{where}: {path} is {kind}. It is not touched, also with overwrite=True: choose "
                 f"another path, or remove it yourself."
             )
-        recorded = _recorded(path)
+        recorded = recorded_in(path)
         differences: list[str] = []
         # Of a store that is damaged, nothing that it says of itself can be compared.
-        damaged = _damaged_metadata(path, [""]) if _should_be_sealed(path, recorded) else []
+        damaged = damaged_metadata(path, [""]) if should_be_sealed(path, recorded) else []
         if not damaged:
-            differences = _differences(recorded, wanted)
+            differences = differences_of(recorded, wanted)
         if not damaged and not differences:
-            damaged = _damaged_metadata(path, _zarr_names(specs))
+            damaged = damaged_metadata(path, zarr_names(specs))
         if not differences and not damaged:
             return int(recorded["block_size"])
         if overwrite:
@@ -296,7 +294,7 @@ class BlockStore:
             return [zarr.open_array(store=store, path=name, mode=mode) for name in self._names()]
 
     def _names(self) -> list[str]:
-        return _zarr_names(self.specs)
+        return zarr_names(self.specs)
 
     def _marks(self) -> Path:
         return self.path / next(iter(self._names()), "") / ".curvax" / "done"
@@ -320,28 +318,6 @@ class BlockStore:
         for name in self._names():
             for partial in (self.path / name / "c").rglob("*.partial"):
                 partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def disk_errors(where: str, path: Path) -> Generator[None]:
-    """Say what to do where the system refuses to write: a full disk, or one that is read-only."""
-    advice = {
-        errno.ENOSPC: "Make room, or choose a path on another disk.",
-        errno.EDQUOT: "Make room, or choose a path on another disk.",
-        errno.EROFS: "Choose a path that can be written.",
-        errno.EACCES: "Choose a path that can be written.",
-        errno.EPERM: "Choose a path that can be written.",
-    }
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in advice:
-            raise
-        raise OSError(
-            error.errno,
-            f"{where}: cannot write to {path}: {os.strerror(error.errno)}. "
-            f"{advice[error.errno]} Blocks that are done are kept: the same call goes on there",
-        ) from error
 
 
 def check_path(out: Any, where: str) -> Path:
@@ -370,137 +346,10 @@ def _import_zarr(where: str) -> Any:
     return zarr
 
 
-def _check_specs(specs: Sequence[ArraySpec], axis: str, length: int, where: str) -> None:
-    for spec in specs:
-        if not spec.shape or spec.shape[0 if axis == "first" else -1] != length:
-            raise ValueError(
-                f"{where}: array {spec.name!r} of shape {spec.shape} must have {length} rows along "
-                f"its {axis} axis."
-            )
-        if spec.dtype.kind not in "biufc" or spec.dtype.isbuiltin != 1:
-            raise TypeError(
-                f"{where}: array {spec.name!r} is of dtype {spec.dtype}, which Zarr cannot store. "
-                f"Let the function return float32, for example."
-            )
-
-
-def _metadata(
-    specs: tuple[ArraySpec, ...], axis: str, length: int, fingerprint: str
-) -> dict[str, Any]:
-    """What a store says of itself, but for the block size."""
-    arrays = [
-        {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype)} for spec in specs
-    ]
-    shared = {"axis": axis, "length": length, "fingerprint": fingerprint}
-    return {"format": FORMAT, "arrays": arrays, **shared}
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    """What the store at `path` says of itself; nothing if curvax did not write it."""
-    file = path / "zarr.json"
-    if not file.is_file():
-        return {}
-    described = _described(file) or {}
-    recorded = described.get("attributes", {}).get("curvax")
-    return recorded if isinstance(recorded, dict) else {}
-
-
-def _is_zarr(path: Path) -> bool:
-    """Whether a Zarr store is there, of whatever origin; format 2 has other files at its root."""
-    if any((path / name).is_file() for name in (".zarray", ".zgroup")):
-        return True
-    return "zarr_format" in (_described(path / "zarr.json") or {})
-
-
-def _is_ours(path: Path, specs: Sequence[ArraySpec]) -> bool:
-    """Whether this is a store of such arrays, and nothing else, also if its zarr.json is damaged.
-
-    It may be replaced then, so a folder with stores in it must not be mistaken for one.
-    """
-    if not path.is_dir():
-        return False
-    found = {entry.name for entry in path.iterdir()}
-    names = [""] if ".curvax" in found else _zarr_names(specs)
-    expected = {"zarr.json", *names} if names != [""] else {"zarr.json", "c", ".curvax"}
-    is_marked = bool(names) and (path / names[0] / ".curvax" / "done").is_dir()
-    return is_marked and found <= expected and (names == [""] or "zarr.json" in found)
-
-
-def _described(file: Path) -> dict[str, Any] | None:
-    """What a `zarr.json` says, or None if it is damaged or missing."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    attributes = found.get("attributes", {}) if isinstance(found, dict) else None
-    return found if isinstance(attributes, dict) else None
-
-
-def _checksum(described: dict[str, Any]) -> str:
-    """A checksum of what a `zarr.json` says, but for attributes that users may have added."""
-    said = {key: value for key, value in described.items() if key != "attributes"}
-    own = {key: x for key, x in described["attributes"]["curvax"].items() if key != "checksum"}
-    return hashlib.sha256(json.dumps([said, own], sort_keys=True).encode()).hexdigest()
-
-
-def _seal(file: Path) -> None:
-    """Add the checksum to a `zarr.json`."""
-    described = json.loads(file.read_text())
-    described["attributes"]["curvax"]["checksum"] = _checksum(described)
-    file.write_text(json.dumps(described, indent=2))
-
-
-def _should_be_sealed(path: Path, recorded: dict[str, Any]) -> bool:
-    """Whether curvax made what is there, in this format, as far as one can tell."""
-    return not _is_zarr(path) or recorded.get("format") == FORMAT
-
-
-def _damaged_metadata(path: Path, names: Sequence[str]) -> list[str]:
-    """Which `zarr.json` files of arrays of a store are not as they were written."""
-    files = {f"{name}/zarr.json".lstrip("/"): path / name / "zarr.json" for name in names}
-    return [name for name, file in files.items() if not _is_sealed(file)]
-
-
-def _is_sealed(file: Path) -> bool:
-    described = _described(file)
-    own = None if described is None else described.get("attributes", {}).get("curvax")
-    return isinstance(own, dict) and own.get("checksum") == _checksum(described or {})
-
-
-def _differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """In which respects a store is not the one that is wanted, in words."""
-    if not recorded:
-        return ["it is a Zarr store that curvax did not write"]
-    if recorded.get("format") != FORMAT:
-        return [f"it is in format {recorded.get('format')}, and this curvax uses format {FORMAT}"]
-    found = []
-    names = lambda metadata: [array["name"] for array in metadata["arrays"]]
-    if names(recorded) != names(wanted):
-        found.append(f"it has the arrays {names(recorded)} instead of {names(wanted)}")
-    else:
-        found += [
-            f"the {key} of array {new['name']!r} is {old[key]} instead of {new[key]}"
-            for old, new in zip(recorded["arrays"], wanted["arrays"], strict=True)
-            for key in ("shape", "dtype")
-            if old[key] != new[key]
-        ]
-    found += [
-        f"its {key} is {recorded[key]} instead of {wanted[key]}"
-        for key in ("axis", "length")
-        if recorded[key] != wanted[key]
-    ]
-    if recorded["fingerprint"] != wanted["fingerprint"]:
-        found.append(
-            f"its fingerprint is {recorded['fingerprint'][:12]} instead of "
-            f"{wanted['fingerprint'][:12]} (the function, a constant or the inputs are others)"
-        )
-    return found
-
-
 def _create(zarr: Any, store: BlockStore, metadata: dict[str, Any]) -> None:
     """Make an empty store beside its place and move it there, in the place of an old one."""
     path, attributes = store.path, {"curvax": {**metadata, "block_size": store.block_size}}
-    names = _zarr_names(store.specs)
+    names = zarr_names(store.specs)
     new = _beside(path, "new")
     new.mkdir()
     try:
@@ -523,10 +372,10 @@ def _create(zarr: Any, store: BlockStore, metadata: dict[str, Any]) -> None:
                 config={"write_empty_chunks": True},
             )
         for name in dict.fromkeys(["", *names]):
-            _seal(new / name / "zarr.json")
+            seal(new / name / "zarr.json")
         (new / (names or [""])[0] / ".curvax" / "done").mkdir(parents=True)
         _flush([*new.rglob("*"), new])
-        if _is_zarr(path) or _is_ours(path, store.specs):
+        if is_zarr(path) or is_ours(path, store.specs):
             old = _beside(path, "old")
             os.rename(path, old)
             os.rename(new, path)
@@ -564,23 +413,6 @@ def _flush(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _zarr_names(specs: Sequence[ArraySpec]) -> list[str]:
-    """Names that are safe on every file system, readable, and unique; "" is the root itself."""
-    if [spec.name for spec in specs] == [""]:
-        return [""]
-    names: list[str] = []
-    taken: set[str] = set()
-    for spec in specs:
-        plain = re.sub(r"[^A-Za-z0-9_-]+", "_", spec.name).strip("_")[:100] or "array"
-        number, name = 1, plain
-        while name.casefold() in taken:
-            number += 1
-            name = f"{plain}_{number}"
-        taken.add(name.casefold())
-        names.append(name)
-    return names
 
 
 def _with_axis(values: tuple[int, ...], axis: str, value: int) -> tuple[int, ...]:

@@ -5,7 +5,11 @@ after the other from that (`_blocks`). `BlockStore` keeps track of what is done.
 is dealt out among the processes that there are (`_team`), each of which has its devices.
 """
 
+import errno
+import os
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -19,14 +23,14 @@ from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.diffops._agreement import check_agreement, shapes_in_words
 from curvax.diffops._blocks import BlockPrograms
-from curvax.diffops._disk import ArraySpec, BlockStore, check_path, disk_errors
+from curvax.diffops._disk import ArraySpec, BlockStore, check_path
 from curvax.diffops._fingerprint import callbacks, fingerprint
 from curvax.diffops._options import BlockOptions
 from curvax.diffops._problem import BlockProblem, Part
 from curvax.diffops._progress import Progress
 from curvax.diffops._team import Team
 
-__all__ = ["stream"]
+__all__ = ["disk_errors", "stream"]
 
 SEEN_WITHIN = 30.0
 """Seconds within which a process must see what another one has written to the file system."""
@@ -221,6 +225,28 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
         if progress:
             is_done()
     team.wait_until(is_done)
+
+
+@contextmanager
+def disk_errors(where: str, path: Path) -> Generator[None]:
+    """Say what to do where the system refuses to write: a full disk, or one that is read-only."""
+    advice = {
+        errno.ENOSPC: "Make room, or choose a path on another disk.",
+        errno.EDQUOT: "Make room, or choose a path on another disk.",
+        errno.EROFS: "Choose a path that can be written.",
+        errno.EACCES: "Choose a path that can be written.",
+        errno.EPERM: "Choose a path that can be written.",
+    }
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in advice:
+            raise
+        raise OSError(
+            error.errno,
+            f"{where}: cannot write to {path}: {os.strerror(error.errno)}. "
+            f"{advice[error.errno]} Blocks that are done are kept: the same call goes on there",
+        ) from error
 
 
 _NOT_TRACED = (
