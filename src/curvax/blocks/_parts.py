@@ -71,8 +71,8 @@ class Parts(CurvatureBlock):
         if own:
             raise ValueError(
                 f"curvax: only parts of the parameters {self.name} are used at each place, so that "
-                f"each part has a block, but {', '.join(own)} overrides {update}, which is for a whole "
-                f"layer. Give these parameters another block (index_to_block_ctor), such as "
+                f"each part has a block, but {', '.join(own)} overrides {update}, which is for a "
+                f"whole layer. Give these parameters another block (index_to_block_ctor), such as "
                 f"curvax.DenseTwoKroneckerFactored, or make the parts parameters of their own."
             )
 

@@ -141,7 +141,9 @@ def hessian(
 
     with advised_to_go_forward(where, rows, traced, x, has_aux):
         if out is not None:
-            (matrix,), aux = stream(rows(traced.untraced()), x, options, out, overwrite, verify, progress)
+            (matrix,), aux = stream(
+                rows(traced.untraced()), x, options, out, overwrite, verify, progress
+            )
         else:
             problem = triangle if jit and mesh is None else rows
             bar = "hessian" if progress else None

@@ -172,7 +172,9 @@ def jacobian(
 
     with advised(where, lambda: why_not_by(reverse), other_mode):
         if out is not None:
-            arrays, aux = stream(problem(traced.untraced()), x, options, out, overwrite, verify, progress)
+            arrays, aux = stream(
+                problem(traced.untraced()), x, options, out, overwrite, verify, progress
+            )
         else:
             bar = "jacobian" if progress else None
             key = checkpoint, reverse, has_aux
