@@ -80,6 +80,7 @@ from curvax._compat._programs import (
     run_equation,
     run_now,
 )
+from curvax._compat._scratch import library_scratch
 
 __all__ = [
     "Kind",
@@ -112,6 +113,7 @@ __all__ = [
     "is_tracing",
     "is_varying",
     "kept_as_call",
+    "library_scratch",
     "made_up",
     "mesh_of",
     "no_mesh",

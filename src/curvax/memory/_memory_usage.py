@@ -49,6 +49,7 @@ def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
         arguments           1.00 MiB
         output              1.00 MiB
         temporaries         1.00 MiB
+        library scratch          0 B
         aliased                  0 B
         added by a call     2.00 MiB
     """
