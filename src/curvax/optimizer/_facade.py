@@ -5,10 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import Array, PyTree
 from curvax.curvature import by_leaf
+from curvax.memory import parse_memory
+from curvax.optimizer._budget import Sizes, sizes_within
 from curvax.optimizer._construction import Settings, algorithm_of, settings_of
 from curvax.optimizer._devices import SPLIT, Devices, axis_of, without_places
 from curvax.optimizer._programs import Programs
@@ -31,6 +34,7 @@ class Facade:
     _programs: Programs
     _given: dict[str, Any]
     _made: Algorithm | None
+    _fitting: dict[Any, tuple[str, Algorithm]]
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
         self.__dict__["_where"] = where
@@ -98,6 +102,49 @@ class Facade:
             self.__dict__["_made"] = made
         return self._algorithm
 
+    def _within_budget(
+        self, args: Mapping[str, Any], replaced: Sequence[str], axis: str | None
+    ) -> tuple[str, Algorithm]:
+        """The name of the program of a step, and the algorithm it is of.
+
+        With a memory budget, on one device, of one whose microbatches are so small that the whole
+        step fits.
+        """
+        made, given = self._algorithm, self._given
+        if given["memory_budget"] is None or given["debug"] or axis is not None:
+            return "step", made
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, _compat.call_key(leaves)
+        if key not in self._fitting:
+            self._fitting[key] = self._fit(len(self._fitting), args, replaced)
+        return self._fitting[key]
+
+    def _fit(
+        self, number: int, args: Mapping[str, Any], replaced: Sequence[str]
+    ) -> tuple[str, Algorithm]:
+        names = ("params", "func_state", "rng", "batch")
+        func_args = self._settings.function.arguments(*(args[name] for name in names))
+        tried: dict[Any, tuple[str, Algorithm]] = {}
+
+        def needs(sizes: Sizes) -> int:
+            given = {**self._given, **sizes}
+            algorithm = algorithm_of(given, settings_of(given), func_args, None)
+            name = f"step {number}.{len(tried)}"
+            tried[tuple(sizes.values())] = name, algorithm
+            return self._programs.usage(name, algorithm.alone, args, replaced).added_bytes
+
+        budget = parse_memory(self._given["memory_budget"])
+        # The gradient is there while all else is computed; old states are if they are not donated.
+        kept = args["params"], () if self._given["donate_buffers"] else args["state"]
+        left = budget - sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(kept))
+        found = tuple(sizes_within(budget, left, needs, self._where).values())
+        for sizes, (name, _) in tried.items():
+            if sizes != found:
+                self._programs.forget(name)
+        name, algorithm = tried[found]
+        self.__dict__["_made"] = algorithm
+        return name, algorithm
+
     def _like_state(self, init: Callable[..., Any], args: Mapping[str, Any]) -> OptimizerState:
         """How a new state is placed: what is like the parameters as these, and rows are split."""
         like = OptimizerState.like_params("params")
@@ -127,4 +174,6 @@ class Facade:
         self.__dict__.update(_given=given, _settings=settings, _made=None)
         is_compiled, is_donating = not given["debug"], given["donate_buffers"]
         devices = None if self._axis is None else Devices(given["mesh"], self._axis)
-        self.__dict__["_programs"] = Programs(is_compiled, is_donating, devices)
+        has_budget = given["memory_budget"] is not None
+        self.__dict__["_programs"] = Programs(is_compiled, is_donating, devices, has_budget)
+        self.__dict__["_fitting"] = {}

@@ -118,7 +118,11 @@ class Optimizer(Quantities):
         microbatch_size: how many examples to take at a time, for gradient and curvature. In `aux`,
             numbers are then averaged, whole numbers summed, and rows of examples concatenated. All
             microbatches get the same `rng`.
-        memory_budget: how much memory each of these may use; the size is chosen accordingly.
+        memory_budget: how much memory a step may add to what is there: what it returns, less what
+            it writes into donated buffers, its temporaries, and the scratch memory of libraries.
+            The microbatch size is chosen accordingly, once the step is compiled. On several
+            devices, and inside of a function that is traced, it is for each of gradient and
+            curvature.
         stagger_inverses: whether each step computes the inverses of its share of layers, so that
             steps take about the same time.
         donate_buffers: whether `step` takes over the buffers of parameters and states.
@@ -323,6 +327,7 @@ class Optimizer(Quantities):
 
         Raises:
             ValueError: if arguments contradict each other, those of the constructor, or the state.
+            MemoryBudgetError: if not even microbatches of one example fit the memory budget.
         """
         given = Given(learning_rate, momentum, damping).as_arrays(number_type(params))
         self._check_given(given)
@@ -353,9 +358,10 @@ class Optimizer(Quantities):
             args["batch"] = self._processed(next(batches))
         except StopIteration:
             raise NoMoreBatches(f"{_WHERE}: data_iterator has no more batches.") from None
-        algorithm = self.finalize(params, rng, args["batch"], func_state).checked_for(state)
-        step = lambda *args: algorithm.step(*args, has_burnin=False)
-        found = self._programs.run("step", step, args, ("params", "state", "func_state"), results)
+        self.finalize(params, rng, args["batch"], func_state).checked_for(state)
+        replaced = ("params", "state", "func_state")
+        name, algorithm = self._within_budget(args, replaced, self._axis)
+        found = self._programs.run(name, algorithm.alone, args, replaced, results)
         self.__dict__["_counted"] = (found[1].step_counter, count + 1)
         return self._returned(found)
 

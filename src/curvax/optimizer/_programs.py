@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from curvax import _compat
 from curvax._types import PyTree
+from curvax.memory import MemoryUsage
 from curvax.optimizer._devices import Devices
 
 __all__ = ["Programs", "check_alive", "is_traced"]
@@ -20,11 +21,15 @@ class Programs:
         is_compiled: whether to compile them.
         is_donating: whether they may use the buffers of those arguments that are to be replaced.
         devices: the devices among which batches are split; None for one device.
+        has_budget: whether to compile them so that their account of memory is true.
     """
 
-    def __init__(self, is_compiled: bool, is_donating: bool, devices: Devices | None) -> None:
+    def __init__(
+        self, is_compiled: bool, is_donating: bool, devices: Devices | None, has_budget: bool
+    ) -> None:
         self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
-        self._known: dict[Any, Callable[..., Any]] = {}
+        self._has_budget = has_budget
+        self._known: dict[Any, Any] = {}
 
     def run(
         self,
@@ -41,12 +46,38 @@ class Programs:
         """
         if not self._is_compiled:
             return fun(*args.values())
+        program, args = self._made(name, fun, args, replaced, results)
+        if self._devices is None:
+            return program(*args.values())
+        return self._devices.run(program, args)
+
+    def usage(
+        self, name: str, fun: Callable[..., Any], args: Mapping[str, Any], replaced: Sequence[str]
+    ) -> MemoryUsage:
+        """What `run` on one device will need. It runs what is compiled here, and not again."""
+        program, args = self._made(name, fun, args, replaced, None)
+        return MemoryUsage.of(program.lower(*args.values()).compile())
+
+    def forget(self, name: str) -> None:
+        """Let a program go."""
+        self._known.pop(name, None)
+
+    def _made(
+        self,
+        name: str,
+        fun: Callable[..., Any],
+        args: Mapping[str, Any],
+        replaced: Sequence[str],
+        results: Any,
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The program of this name, and its arguments as it takes them."""
         names = list(args)
         donated = tuple(k for k, x in enumerate(names) if x in replaced and self._is_donating)
         given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
         args = dict(zip(names, _without_aliases(given, donated), strict=True))
         key: Any = name
         whole, options = fun, {}
+        account = _compat.true_account(jax.default_backend()) if self._has_budget else None
         if self._devices is not None:
             args = self._devices.placed(name, args)
             options["out_shardings"] = self._devices.shardings(results, args)
@@ -54,11 +85,10 @@ class Programs:
             key = name, structure, *leaves
             whole = self._devices.on_all(fun, names, results)
         if key not in self._known:
-            self._known[key] = jax.jit(whole, donate_argnums=donated, **options)
-        program = self._known[key]
-        if self._devices is None:
-            return program(*args.values())
-        return self._devices.run(program, args)
+            self._known[key] = jax.jit(
+                whole, donate_argnums=donated, compiler_options=account, **options
+            )
+        return self._known[key], args
 
     def check(self, args: Mapping[str, Any]) -> None:
         """Check what can be told of arguments before any program is made for them."""

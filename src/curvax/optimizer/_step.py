@@ -122,6 +122,10 @@ class Algorithm:
         new_func_state = selected(is_fine, found.func_state, func_state)
         return moved, after, new_func_state, stats
 
+    def alone(self, *args: Any) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
+        """As `step`, without burning in."""
+        return self.step(*args, has_burnin=False)
+
     def advance(
         self,
         state: OptimizerState,
