@@ -38,7 +38,7 @@ ROOMS = {
     "conv": {"batching"},
     "blocks": {"linalg", "conv", "graph"},
     "curvature": {"blocks", "linalg", "tags", "graph", "tracing", "batching", "parallel"},
-    "optimizer": {"curvature", "batching", "graph", "linalg", "parallel"},
+    "optimizer": {"curvature", "batching", "graph", "linalg", "memory", "parallel"},
     "report": set(),
 }
 # The public API may use everything; nothing may use the public API.
