@@ -120,9 +120,8 @@ class Optimizer(Quantities):
             microbatches get the same `rng`.
         memory_budget: how much memory a step may add to what is there: what it returns, less what
             it writes into donated buffers, its temporaries, and the scratch memory of libraries.
-            The microbatch size is chosen accordingly, once the step is compiled. On several
-            devices, and inside of a function that is traced, it is for each of gradient and
-            curvature.
+            The microbatch size is chosen for it. On several devices, and inside of a function that
+            is traced, it is for each of gradient and curvature.
         stagger_inverses: whether each step computes the inverses of its share of layers, so that
             steps take about the same time.
         donate_buffers: whether `step` takes over the buffers of parameters and states.
