@@ -57,7 +57,11 @@ SCRIPT = Path(__file__).with_name("resident_budgets.py")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "name",
-    ["eigh", "fisher", "step", pytest.param("adaptive_step", marks=pytest.mark.slow)],
+    [
+        "eigh",
+        "fisher",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("step", "adaptive_step")),
+    ],
 )
 def test_resident_memory_stays_within_the_budget(name):
     command = [sys.executable, str(SCRIPT), name]
