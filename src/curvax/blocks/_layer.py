@@ -139,8 +139,7 @@ class LayerSite:
         """Whether examples and several positions of each share an axis."""
         if not self.is_arranged or self.kind == "generic_tag" or self.num_examples is None:
             return False
-        before, _, after = self.constants["examples"]
-        return before * after != 1
+        return self.examples.before * self.examples.after != 1
 
     @property
     def num_examples(self) -> int | None:
@@ -264,7 +263,7 @@ class LayerSite:
             return jnp.expand_dims(jnp.moveaxis(x, axis, 0), 1 + axis)
         if self.num_examples is None:
             return x[:, None]
-        before, number, after = self.examples.before, self.examples.number, self.examples.after
+        before, number, after = self.examples.around
         x = jnp.moveaxis(x.reshape(before, number, after, *x.shape[1:]), 1, 0)
         return x.reshape(number, before * after, *x.shape[3:])
 
@@ -290,7 +289,7 @@ class LayerSite:
         """
         if not self.has_positions:
             return x
-        before, number, after = self.constants["examples"]
+        before, number, after = self.examples.around
         axis = len(self.lengths)
         loops, rest = x.shape[:axis], x.shape[axis + 1 :]
         x = jnp.moveaxis(x.reshape(*loops, before, number, after, *rest), axis + 1, axis)
@@ -300,7 +299,7 @@ class LayerSite:
         """Inverse of `with_positions`."""
         if not self.has_positions:
             return x
-        before, number, after = self.constants["examples"]
+        before, number, after = self.examples.around
         axis = len(self.lengths)
         loops, rest = x.shape[:axis], x.shape[axis + 2 :]
         x = jnp.moveaxis(x.reshape(*loops, number, before, after, *rest), axis, axis + 1)
@@ -310,10 +309,11 @@ class LayerSite:
         """Return this site for data of another shape: axes of stacks, then examples, positions."""
         tag, constants, skip = self.equation.primitive, self.constants, len(self.stack)
         shapes = [jax.ShapeDtypeStruct(y.shape[skip:], y.dtype) for y in (cotangent, x)]
-        if "examples" in constants and self.is_conv:
-            constants["examples"] = (1, shapes[0].shape[self._batch_axis(True)], 1)
-        else:
-            constants.pop("examples", None)
+        known = constants.pop("examples", None)
+        constants.pop("tagged_examples", None)
+        if known is not None and self.is_conv:
+            count = shapes[0].shape[self._batch_axis(True)]
+            constants["examples"] = ExamplesAt(1, count, 1, (None,) * skip, count, 0, count)
         params = self.equation.invars[tag.num_outputs + tag.num_inputs :]
         equation = _Equation(tag, constants, [*map(_Operand, shapes), *params])
         stacked = (True,) * skip

@@ -53,6 +53,11 @@ class ExamplesAt:
     problem: str = ""
 
     @property
+    def around(self) -> tuple[int, int, int]:
+        """How many positions there are before the axis of examples, along it, and after it."""
+        return self.before, self.number, self.after
+
+    @property
     def interaction(self) -> str:
         """By what examples interact, if that is known."""
         return self.problem if self.problem.startswith(INTERACT) else ""
