@@ -8,13 +8,13 @@ WORKERS ?= 2
 TESTS ?=
 
 # Interpreters of `make test-matrix`: they must start, and version managers are asked as well.
-PYTHON_OLDEST ?= $(shell $(PYTHON) scripts/find_python.py 3.11)
-PYTHON_NEWEST ?= $(shell $(PYTHON) scripts/find_python.py newest)
+PYTHON_OLDEST ?= $(shell "$(PYTHON)" scripts/find_python.py 3.11)
+PYTHON_NEWEST ?= $(shell "$(PYTHON)" scripts/find_python.py newest)
 
 # JAX 0.11 and later need Python 3.12.
 OLDEST := constraints/jax-0.10-python-3.11.txt
 NEWEST := constraints/jax-0.12-python-3.12.txt
-VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VERSION := $(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 CONSTRAINTS ?= $(if $(filter 3.11,$(VERSION)),$(OLDEST),$(NEWEST))
 
 BIN := $(VENV)/bin
@@ -43,19 +43,18 @@ test-all: lint $(VENV)/.group-test ## as test, with the slow tests and more rand
 test-matrix: ## the test suite on Python 3.11 with JAX 0.10, and on the newest of both
 	@test -n "$(PYTHON_OLDEST)" || { \
 	  echo "No Python 3.11 starts here: make test-matrix PYTHON_OLDEST=path/to/python3.11"; exit 1; }
-	@$(MAKE) --no-print-directory pytest PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest
+	@$(MAKE) --no-print-directory pytest PYTHON="$(PYTHON_OLDEST)" VENV=.venv-oldest
 	@$(MAKE) --no-print-directory test-newest
 
 test-newest: ## the test suite on the newest Python that starts here, with the newest JAX
-	@$(PYTHON_NEWEST) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+	@"$(PYTHON_NEWEST)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 	  echo "No Python 3.12 or newer starts here: make $@ PYTHON_NEWEST=path/to/python3.13"; exit 1; }
-	@$(MAKE) --no-print-directory pytest PYTHON=$(PYTHON_NEWEST) VENV=.venv-newest
+	@$(MAKE) --no-print-directory pytest PYTHON="$(PYTHON_NEWEST)" VENV=.venv-newest
 
 pytest: $(VENV)/.group-test ## the test suite alone
 	@echo "==> pytest: $(or $(TESTS),the suite and the documentation's examples) in $(VENV)"
 	@$(BIN)/python scripts/versions.py
 	@$(PYTEST) $(TESTS)
-	@$(BIN)/python scripts/versions.py
 
 lint: $(VENV)/.group-lint ## style, format and types
 	@echo "==> lint: ruff check"
@@ -76,13 +75,15 @@ docs: $(VENV)/.group-docs ## build the documentation into site/
 	@echo "    open site/index.html"
 
 constraints: ## pin the newest development versions again, for both ends of the matrix
-	@$(MAKE) --no-print-directory freeze JAX='0.10.*' PYTHON=$(PYTHON_OLDEST) CONSTRAINTS=$(OLDEST)
-	@$(MAKE) --no-print-directory freeze JAX='0.12.*' PYTHON=$(PYTHON_NEWEST) CONSTRAINTS=$(NEWEST)
+	@$(MAKE) --no-print-directory freeze JAX='0.10.*' CONSTRAINTS=$(OLDEST) \
+	  PYTHON="$$("$(PYTHON)" scripts/find_python.py 3.11)"
+	@$(MAKE) --no-print-directory freeze JAX='0.12.*' CONSTRAINTS=$(NEWEST) \
+	  PYTHON="$$("$(PYTHON)" scripts/find_python.py 3.12)"
 
 freeze:
 	@echo "==> constraints: resolving JAX $(JAX) into $(CONSTRAINTS)"
 	@rm -rf .venv-freeze
-	@$(PYTHON) -m venv .venv-freeze
+	@"$(PYTHON)" -m venv .venv-freeze
 	@.venv-freeze/bin/python -m pip --disable-pip-version-check install --quiet --upgrade pip
 	@.venv-freeze/bin/python -m pip install --quiet 'jax==$(JAX)' -e . \
 	  $(addprefix --group ,examples test lint docs bench)
@@ -96,14 +97,15 @@ clean: ## remove the environments, the caches and the built documentation
 
 # Set-up. One stamp for the package, one for each dependency group of pyproject.toml.
 
-# Another PYTHON makes the environment again.
+# Another minor version of PYTHON makes the environment again, if it is one of ours.
 $(VENV)/.python-$(VERSION):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "curvax needs Python 3.11 or newer, and '$(PYTHON)' is not one that starts:"; \
-	  echo "  make PYTHON=path/to/python3.11 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "curvax needs Python 3.11 or newer; '$(PYTHON)' is $(or $(VERSION),no interpreter that starts)."; \
+	  echo "Choose another: make PYTHON=path/to/python3.11 ..."; exit 1; }
+	@test ! -e $(VENV) || ls $(VENV)/.python-* $(VENV)/.curvax >/dev/null 2>&1 || { \
+	  echo "$(VENV) was not made by this Makefile: remove it, or choose another VENV."; exit 1; }
 	@echo "==> set-up: creating $(VENV) with Python $(VERSION)"
-	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV)
+	@"$(PYTHON)" -m venv --clear $(VENV)
 	@touch $@
 
 $(VENV)/.curvax: pyproject.toml $(CONSTRAINTS) $(VENV)/.python-$(VERSION)
@@ -121,7 +123,7 @@ $(VENV)/.group-%: $(VENV)/.curvax
 # Whom benchmarks/curvature.py compares with; it needs a JAX that is older than ours.
 $(KFAC)/.kfac-jax:
 	@echo "==> set-up: installing kfac-jax 0.0.8 and JAX 0.8.2 into $(KFAC)"
-	@$(PYTHON) -m venv $(KFAC)
+	@"$(PYTHON)" -m venv $(KFAC)
 	@$(KFAC)/bin/python -m pip --disable-pip-version-check install --quiet \
 	  'kfac-jax==0.0.8' 'jax==0.8.2' 'jaxlib==0.8.2'
 	@touch $@

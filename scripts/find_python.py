@@ -1,13 +1,15 @@
-"""Print the path of a Python interpreter that starts: of a version such as 3.11, or "newest".
+"""Print the path of a Python interpreter that starts: of a version such as 3.11, or the newest.
 
     python3 scripts/find_python.py 3.11
     python3 scripts/find_python.py newest
 
 The interpreter that runs this is asked first, then those on the PATH, then those that a version
 manager (pyenv, uv, conda, asdf, mise) has installed but not necessarily activated. A shim of a
-version manager may be there and not start; it does not count. Nothing is printed, and the exit code
-is 1, if there is none.
+version manager may be there and not start; it does not count, and neither does a preview release.
+The newest is one of 3.11 to 3.14. Nothing is printed, and the exit code is 1, if there is none.
 """
+
+from __future__ import annotations
 
 import os
 import re
@@ -30,8 +32,11 @@ MANAGERS = {
 """For each version manager the variable with its folder, the usual folder, and the interpreters."""
 
 
+NAME = r"python3\.\d+"
+
+
 def candidates() -> Iterator[str]:
-    """Paths that may be interpreters, in order of preference among equal versions."""
+    """Yield paths that may be interpreters, in order of preference among equal versions."""
     yield sys.executable
     for minor in range(NEWEST, OLDEST - 1, -1):
         found = shutil.which(f"python3.{minor}")
@@ -39,20 +44,19 @@ def candidates() -> Iterator[str]:
             yield found
     for variable, (usual, pattern) in MANAGERS.items():
         folder = Path(os.environ.get(variable) or usual).expanduser()
-        yield from (str(path) for path in folder.glob(pattern) if re.fullmatch(NAME, path.name))
-
-
-NAME = r"python3\.\d+"
+        paths = sorted(folder.glob(pattern), reverse=True)
+        yield from (str(path) for path in paths if re.fullmatch(NAME, path.name))
 
 
 def version(path: str) -> tuple[int, ...] | None:
-    """Return the version that an interpreter reports, or None if it does not start."""
-    command = [path, "-c", "import sys, venv; print(*sys.version_info[:3])"]
+    """Return the version of an interpreter, or None if it does not start or is a preview."""
+    command = [path, "-c", "import sys, venv, ensurepip; print(*sys.version_info[:4])"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return tuple(map(int, run.stdout.split()))
+    *numbers, level = run.stdout.split()
+    return tuple(map(int, numbers)) if level == "final" else None
 
 
 def find(wanted: str) -> str | None:
@@ -61,7 +65,7 @@ def find(wanted: str) -> str | None:
     series = {path: v for path, v in known.items() if v and OLDEST <= v[1] <= NEWEST}
     if wanted != "newest":
         series = {path: v for path, v in series.items() if f"{v[0]}.{v[1]}" == wanted}
-    # `max` takes the first of equals; patch releases decide only within what is not on the PATH.
+    # `max` takes the first of equals.
     return max(series, key=lambda path: series[path][:2], default=None)
 
 

@@ -61,7 +61,7 @@ class TestFindPython:
     own = f"3.{sys.version_info.minor}"
 
     def test_the_one_that_asks_comes_first(self, tmp_path):
-        interpreter(tmp_path / f"python{self.own}", self.own.replace(".", " ") + " 99")
+        interpreter(tmp_path / f"python{self.own}", self.own.replace(".", " ") + " 99 final")
         assert find_python(self.own, PATH=str(tmp_path)).stdout.strip() == sys.executable
 
     def test_a_shim_that_does_not_start_does_not_count(self, tmp_path):
@@ -69,7 +69,7 @@ class TestFindPython:
         real = tmp_path / "pyenv" / "versions" / "3.14.1" / "bin" / "python3.14"
         run = find_python("newest", PATH=str(Path(shim).parent))
         assert run.stdout.strip() != shim
-        interpreter(real, "3 14 1")
+        interpreter(real, "3 14 1 final")
         run = find_python("newest", PATH=str(Path(shim).parent), PYENV_ROOT=str(tmp_path / "pyenv"))
         assert run.stdout.strip() == str(real)
 

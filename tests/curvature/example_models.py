@@ -201,6 +201,11 @@ def centred(p: Any, x: jax.Array) -> jax.Array:
     return head(p, h - over(jnp.mean(h, 0, keepdims=True), h))
 
 
+def centred_by_a_constant(p: Any, x: jax.Array) -> jax.Array:
+    h = tokens(p, x)
+    return head(p, h - jax.lax.stop_gradient(over(jnp.mean(h, 0, keepdims=True), h)))
+
+
 def normalised(p: Any, x: jax.Array) -> jax.Array:
     h = x * over(p["s"], x) @ p["w"]
     h = (h - over(jnp.mean(h, (0, 1)), h)) / over(jnp.std(h, (0, 1)) + 1, h)

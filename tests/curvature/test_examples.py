@@ -103,6 +103,7 @@ WHOLE = {
     ),
     "centred": (models.centred, 4, 2, "examples interact, by `reduce_sum`"),
     "batch normalisation": (models.normalised, 4, 2, "examples interact, by `reduce_sum`"),
+    "centred by a constant": (models.centred_by_a_constant, 4, 2, "exact"),
     "rolled": (models.rolled, 4, 2, "examples interact, by `concatenate`"),
     "summed up": (models.summed_up, 4, 2, "examples interact, by `cumsum`"),
     "in pairs": (models.in_pairs, 4, 2, "examples interact, by `dot_general`"),

@@ -114,7 +114,7 @@ class _Keys:
             return type(x), *inside
         if isinstance(x, types.FunctionType):
             return _Function(x)
-        return hashable(x)
+        return _hashable(x)
 
     def _inside(self, x: Any) -> Sequence[Hashable] | None:
         """The keys of what a container holds, or None if `x` is not one."""
@@ -138,7 +138,7 @@ def scalar_key(x: Any) -> Hashable:
     return type(x), np.asarray(x).tobytes()
 
 
-def hashable(x: Any) -> Hashable:
+def _hashable(x: Any) -> Hashable:
     """`x` as a key: by its type and value if it has one, else as this very object."""
     try:
         hash(x)

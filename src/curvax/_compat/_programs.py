@@ -17,13 +17,13 @@ __all__ = [
     "callback_name",
     "checkpointed",
     "closed",
+    "equations_inside",
     "function_name",
     "inner_program",
     "is_literal",
     "operation_name",
     "parameters",
     "passes_through",
-    "primitives_inside",
     "reads_reference",
     "returns_complex",
     "run_equation",
@@ -90,15 +90,10 @@ again in the backward pass; has derivatives of its own for it; repeats it; or so
 
 _KINDS: dict[str, tuple[Kind, str]] = {
     "jit": ("call", "jaxpr"),
-    "pjit": ("call", "jaxpr"),
     "closed_call": ("call", "call_jaxpr"),
-    "core_call": ("call", "call_jaxpr"),
-    "remat": ("checkpoint", "jaxpr"),
     "remat2": ("checkpoint", "jaxpr"),
-    "checkpoint": ("checkpoint", "jaxpr"),
     "custom_jvp_call": ("custom", "call_jaxpr"),
     "custom_vjp_call": ("custom", "call_jaxpr"),
-    "custom_vjp_call_jaxpr": ("custom", "fun_jaxpr"),
     "scan": ("scan", "jaxpr"),
     "RematTraced": ("checkpoint", "jaxpr"),  # This and the next ones: see `_own_parameters`.
     "CustomJVPTraced": ("custom", "traced"),
@@ -124,24 +119,31 @@ def reads_reference(equation: Any) -> bool:
     return any(type(v.aval).__name__ == "AbstractRef" for v in equation.invars)
 
 
-def primitives_inside(equation: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """All operations in the programs inside of an equation, however deep, with their parameters."""
-    pending = list(parameters(equation).values())
+def equations_inside(x: Any) -> Iterator[Any]:
+    """Yield all equations of the programs in `x`, however deep; each program is walked once.
+
+    `x` is a program, an equation, or a tuple or list of these.
+    """
+    pending, seen = [x], set[int]()
     while pending:
         x = pending.pop()
         if isinstance(x, tuple | list):
             pending += x
+        elif isinstance(x, _core().JaxprEqn):
+            pending += parameters(x).values()
         program = as_program(x)
-        for inner in [] if program is None else program[0].eqns:
-            yield inner.primitive, inner.params
-            pending += parameters(inner).values()
+        if program is not None and id(program[0]) not in seen:
+            seen.add(id(program[0]))
+            yield from program[0].eqns
+            pending += program[0].eqns
 
 
-def callback_name(primitive: Any, params: dict[str, Any]) -> str | None:
+def callback_name(equation: Any) -> str | None:
     """The Python function that an operation calls for its result; None if it calls none."""
-    if not primitive.name.endswith("_callback") or primitive.name == "debug_callback":
+    name = equation.primitive.name
+    if not name.endswith("_callback") or name == "debug_callback":
         return None
-    found = params.get("callback")
+    found = equation.params.get("callback")
     function = getattr(found, "callback_func", found)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 

@@ -44,8 +44,8 @@ class OfExampleGradients(CurvatureBlock):
         kind = self._equation.layer.tag_name if self._equation.layer else sites[0].kind
         other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
         raise ValueError(
-            f"curvax.{type(self).__name__} of {self.name}: {why}. So the gradients of single "
-            f"examples are not known, of which this block is made. Use curvax.{other}, which does "
+            f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
+            f"needs per-example gradients, which are not known here. Use curvax.{other}, which does "
             f"not need them, or functools.partial(curvax.{type(self).__name__}, "
             f"allow_approximation=True), which makes do and is not exact."
         )

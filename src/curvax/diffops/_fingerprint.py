@@ -61,23 +61,8 @@ def callbacks(closed_jaxpr: Any) -> list[str]:
 
     `jax.debug.print` and `jax.debug.callback` do not count: no result depends on them.
     """
-    found: dict[str, None] = {}
-    seen: set[int] = set()
-    pending = [closed_jaxpr]
-    while pending:
-        x = pending.pop()
-        if isinstance(x, tuple | list):
-            pending += x
-        program = _compat.as_program(x)
-        if program is None or id(x) in seen:
-            continue
-        seen.add(id(x))
-        for eqn in program[0].eqns:
-            name = _compat.callback_name(eqn.primitive, eqn.params)
-            if name is not None:
-                found[name] = None
-            pending += eqn.params.values()
-    return list(found)
+    names = map(_compat.callback_name, _compat.equations_inside(closed_jaxpr))
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 @dataclasses.dataclass(frozen=True)

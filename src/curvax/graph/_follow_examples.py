@@ -9,7 +9,7 @@ Only what depends on parameters matters for that: derivatives do not pass throug
 a mean over a batch of data is a constant, and integers are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +44,12 @@ class FollowedExamples:
 
 
 def follow_examples(
-    program: Program, params: Sequence[Variable], examples: Examples
+    program: Program, params: Sequence[Variable], examples: Examples, reached: AbstractSet[Operand]
 ) -> FollowedExamples:
-    """Follow the examples of the arguments through a program that has what its losses need."""
+    """Follow the examples of the arguments through a program that has what its losses need.
+
+    `reached` are the values that the losses have a derivative in (`_reached`).
+    """
     found = FollowedExamples()
     if not examples.is_known:
         return found
@@ -56,7 +59,7 @@ def follow_examples(
             found.rows[variable] = Rows.along(axes[0], variable.shape)
         elif axes:
             found.problem = "an argument has several axes for examples"
-    _Walk(found, set(params)).walk(program)
+    _Walk(found, set(params), reached).walk(program)
     return found
 
 
@@ -64,7 +67,8 @@ def follow_examples(
 class _Walk:
     found: FollowedExamples
     dependent: set[Operand]
-    """What depends on parameters, and has derivatives."""
+    """What depends on parameters, and the losses have a derivative in."""
+    reached: AbstractSet[Operand]
     numbers: dict[Operand, np.ndarray] = field(default_factory=dict)
     """Integers that are known; in a loop, one for each of its steps."""
     loop: Node | None = None
@@ -83,7 +87,7 @@ class _Walk:
             self._enter(node, node.body)
             return
         if any(operand in self.dependent for operand in node.inputs):
-            self.dependent.update(out for out in node.outputs if _is_real(out))
+            self.dependent.update(out for out in node.outputs if out in self.reached)
         if isinstance(node.equation.primitive, LossTag):
             self._check_loss(node)
         self._count(node)
@@ -376,10 +380,6 @@ class _Walk:
         if outside or not of_examples or numbers != {number for number, _ in own.loops}:
             several = "a loss has several rows for each example"
             self.found.problem = self.found.problem or several
-
-
-def _is_real(variable: Variable) -> bool:
-    return variable.dtype is not None and jnp.issubdtype(variable.dtype, jnp.inexact)
 
 
 _same = lambda x: x

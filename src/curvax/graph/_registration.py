@@ -142,7 +142,7 @@ def register(
     generic = options.only_generic
     examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
     reached = check_reached(needed, losses, params, options.through_custom, where)
-    followed = follow_examples(needed, params, examples)
+    followed = follow_examples(needed, params, examples, reached)
     examples.followed = followed.rows
     located = ExamplesInProgram(needed, examples, followed)
     found = find_uses(needed, params, options.through_custom, examples)
@@ -212,8 +212,8 @@ def check_tags(program: Program, through_custom: bool, where: str) -> None:
     """Tags are only where they can be used."""
     for node in program.all_nodes():
         hidden = node.kind == "opaque" or (node.kind == "custom" and not through_custom)
-        operations = _compat.primitives_inside(node.equation) if hidden else ()
-        tags = {_described(tag, params) for tag, params in operations if isinstance(tag, Tag)}
+        inner = _compat.equations_inside(node.equation) if hidden else ()
+        tags = {_described(x.primitive, x.params) for x in inner if isinstance(x.primitive, Tag)}
         if not tags:
             continue
         inside = f"{where}: {', '.join(sorted(tags))} is inside of"

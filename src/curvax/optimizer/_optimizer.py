@@ -116,12 +116,12 @@ class Optimizer(Quantities):
             that counts for layers none of whose parameters are.
         strict_registration: whether a parameter outside of known kinds of layers is an error.
         microbatch_size: how many examples to take at a time, for gradient and curvature. In `aux`,
-            numbers are then averaged, whole numbers summed, and rows of examples concatenated. All
+            numbers are then averaged, integers summed, and rows of examples concatenated. All
             microbatches get the same `rng`.
         memory_budget: how much memory a step may add to what is there: what it returns, less what
             it writes into donated buffers, its temporaries, and the scratch memory of libraries.
-            The microbatch size is chosen for it. On several devices, and inside of a function that
-            is traced, it is for each of gradient and curvature.
+            The microbatch size is chosen for it. In burn-in, on several devices, and inside a
+            function that is traced, it is for each of gradient and curvature.
         stagger_inverses: whether each step computes the inverses of its share of layers, so that
             steps take about the same time.
         donate_buffers: whether `step` takes over the buffers of parameters and states.
