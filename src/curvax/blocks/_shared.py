@@ -45,8 +45,8 @@ class OfExampleGradients(CurvatureBlock):
         other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
         raise ValueError(
             f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
-            f"needs per-example gradients, which are not known here. Use curvax.{other}, which does "
-            f"not need them, or functools.partial(curvax.{type(self).__name__}, "
+            f"needs per-example gradients, which are not known here. Use curvax.{other}, which "
+            f"does without them, or functools.partial(curvax.{type(self).__name__}, "
             f"allow_approximation=True), which makes do and is not exact."
         )
 
