@@ -33,6 +33,7 @@ __all__ = [
     "allocate",
     "differentiated_as",
     "fold",
+    "is_special",
     "read",
     "save_all_but_reads",
     "unfold",
@@ -228,6 +229,12 @@ def zero_after(tree: PyTree) -> Array:
             pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
             return (pattern == bits).astype(_INDEX)
     return jnp.zeros((), _INDEX)
+
+
+def is_special(bits: Any) -> bool:
+    """Whether these are the bits of the NaN with which `zero_after` compares; no value has them."""
+    dtype = getattr(bits, "dtype", None)
+    return any(dtype == each.dtype and bool(bits == each) for each in _SPECIAL.values())
 
 
 _SPECIAL = {

@@ -41,6 +41,7 @@ EXACT = [
     (PLAIN, "map in chunks", 4, 6, FULL),
     (TWICE, "chunked_vmap", 2, 5, DIAGONAL),
     (ONE, "reversed scan in chunks", 2, 5, FULL),
+    (TWICE, "chunked_vmap", 4, 6, DIAGONAL),
     (TWICE, "map", 1, 3, FULL),
     (TWICE, "map in chunks", 2, 5, FULL),
     (BACKWARDS, "reversed scan", 1, 3, DIAGONAL),
@@ -51,7 +52,7 @@ EXACT = [
 
 @pytest.mark.parametrize(
     ("function", "mapped", "chunk", "size", "ctors"),
-    [pytest.param(*case, marks=[] if k < 5 else pytest.mark.slow) for k, case in enumerate(EXACT)],
+    [pytest.param(*case, marks=[] if k < 6 else pytest.mark.slow) for k, case in enumerate(EXACT)],
     ids=[f"{f.__name__}, {mapped}, {c} of {n}" for f, mapped, c, n, _ in EXACT],
 )
 def test_examples_that_are_run_by_loops_are_told_apart(function, mapped, chunk, size, ctors):

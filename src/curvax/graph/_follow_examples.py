@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from curvax import _compat
+from curvax import _compat, _rows
 from curvax.graph._axes import Atom
 from curvax.graph._example_rules import INTERACT, NOT_FOLLOWED, RULES, Found, Rows, no_examples
 from curvax.graph._examples import Examples
@@ -328,6 +328,10 @@ class _Walk:
 
     def _count(self, node: Node) -> None:
         """Compute an integer, if it is computed from such that are known."""
+        if node.name == "eq" and any(map(_is_special, node.inputs)):
+            # The zero that chunks wait for, so that they are computed one after the other.
+            self.numbers[node.outputs[0]] = np.asarray(False)
+            return
         operation = _INTEGERS.get(node.name)
         if operation is None or any(np.prod(out.shape) != 1 for out in node.outputs):
             return
@@ -380,6 +384,10 @@ class _Walk:
         if outside or not of_examples or numbers != {number for number, _ in own.loops}:
             several = "a loss has several rows for each example"
             self.found.problem = self.found.problem or several
+
+
+def _is_special(operand: Operand) -> bool:
+    return isinstance(operand, Constant) and _rows.is_special(operand.value)
 
 
 _same = lambda x: x
