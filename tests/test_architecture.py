@@ -55,7 +55,7 @@ ANYONE_MAY_USE_LAZILY = {"report"}
 UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version__"}
 KNOWS_JAX = "_compat"
 
-LONGEST_MODULE = 420
+LONGEST_MODULE = 450
 
 
 class Import(NamedTuple):

@@ -130,11 +130,6 @@ CALLS = {
         lambda f: jax.lax.scan(lambda *args: f(*args), POINT, ROWS),
         step,
     ),
-    "sliced_scan": (
-        lambda f: curvax.sliced_scan(f, POINT, ROWS),
-        lambda f: jax.lax.scan(lambda *args: f(*args), POINT, ROWS),
-        step,
-    ),
 }
 
 

@@ -108,6 +108,7 @@ class TestPlainPrograms:
             "arguments           1.00 MiB",
             "output              1.50 MiB",
             "temporaries            700 B",
+            "library scratch          0 B",
             "aliased             1.00 MiB",
             "added by a call   512.68 KiB",
         ]

@@ -36,7 +36,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     The result is called like `fun`. Unlike a jitted function it is never traced again, also where
     an argument is of weak type at one time and not at another.
     """
-    program, shapes = jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 
     def traced(*args: Any) -> Any:

@@ -281,6 +281,18 @@ def _concatenate(node: Node, rows: Sequence[Rows | None]) -> Found:
     return both if isinstance(both, str) else [both]
 
 
+def _stack(node: Node, rows: Sequence[Rows | None]) -> Found:
+    axis, shape = int(node.params["axis"]), node.outputs[0].shape
+    known = [own for own in rows if own is not None]
+    if any(own.start != known[0].start for own in known):
+        return INTERACT
+    whole = no_examples(shape)[axis]
+    both = _common(
+        [own.with_dims([*own.dims[:axis], whole, *own.dims[axis:]]) for own in known], shape
+    )
+    return both if isinstance(both, str) else [both]
+
+
 def _changed_axes(node: Node, rows: Sequence[Rows | None]) -> Found:
     """Operations that change the sizes of some axes, of which examples must be none."""
     (own, *others) = rows
@@ -398,6 +410,7 @@ RULES: dict[str, Rule] = {
     "slice": _cut,
     "split": _cut,
     "concatenate": _concatenate,
+    "stack": _stack,
     "pad": _changed_axes,
     "conv_general_dilated": _conv,
     "gather": _gather,

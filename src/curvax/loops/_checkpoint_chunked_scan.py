@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax import _compat
 from curvax._checks import check_size
 from curvax._tree import as_key
 from curvax._types import Carry, PyTree, Size
@@ -85,9 +86,11 @@ def checkpoint_chunked_scan(
         program = ScanProgram.of(f, init, xs, length, reverse, where)
         return _run_chunks(program, chunk_size or max(1, program.length), unroll, where)
 
+    body = _compat.untraced(f)  # A compiled program must not be of what `f` was before.
+
     def build(size: int) -> Callable[..., tuple[PyTree, PyTree]]:
         return lambda init, xs: _run_chunks(
-            ScanProgram.of(f, init, xs, length, reverse, where), size, unroll, where
+            ScanProgram.of(body, init, xs, length, reverse, where), size, unroll, where
         )
 
     steps = scan_length(xs, length, where)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvax import _rows
+from curvax import _compat, _rows
 from curvax._checks import check_size
 from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
@@ -104,8 +104,11 @@ def checkpointed_scan(
         memory_budget, {"levels": levels}, where, plan_for=plan_for, objective=objective
     )
 
+    # With a budget there is a compiled program, which must not be of what `f` was before.
+    body = f if budget is None else _compat.untraced(f)
+
     def run(levels: int, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-        program = ScanProgram.of(f, init, xs, length, reverse, where)
+        program = ScanProgram.of(body, init, xs, length, reverse, where)
         return run_nested(program, nested_lengths(program.length, levels), unroll, where)
 
     if budget is None:
