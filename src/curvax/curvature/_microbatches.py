@@ -204,8 +204,8 @@ def check_separate(at: LossMap, where: str) -> None:
         raise ValueError(
             f"{where}: the examples of a batch interact, by `{operation}` (as with batch "
             f"normalisation in training), so that a batch is not the sum of its microbatches. "
-            f"Leave microbatch_size and memory_budget out, or say examples_interact=True: each "
-            f"microbatch is then taken for a batch."
+            f"Leave microbatch_size and memory_budget out. (With curvax.BlockDiagonalCurvature "
+            f"itself, examples_interact=True takes each microbatch for a batch.)"
         )
 
 

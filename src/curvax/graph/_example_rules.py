@@ -389,8 +389,8 @@ abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
 complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
 integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
 one_minus_square or population_count pow random_gamma_grad real regularized_incomplete_beta rem
-round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
-tan tanh xor bitcast_convert_type
+round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh xor bitcast_convert_type
 """.split()  # noqa: SIM905  A list of as many strings is harder to read.
 
 _REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
