@@ -69,4 +69,6 @@ def test_resident_memory_stays_within_the_budget(name):
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     budget, taken = map(int, run.stdout.split())
-    assert budget / 2 < taken <= 1.05 * budget, f"budget {budget}, taken {taken}"
+    # The parts of a step are planned by themselves, and do not take all that they may.
+    least = 0.25 if "step" in name else 0.5
+    assert least * budget < taken <= 1.05 * budget, f"budget {budget}, taken {taken}"
