@@ -73,16 +73,18 @@ def check_inside_of_another(mesh):
         return axis.on_all(lambda x: 2 * x + axis.index(), (axis.spec(0),), axis.spec(0))(x)
 
     def over(name, mesh):
-        return jax.jit(
+        spec = P(None, name)
+        outer = jax.jit(
             jax.shard_map(
                 inner,
                 mesh=mesh,
-                in_specs=P(None, name),
-                out_specs=P(None, name),
+                in_specs=spec,
+                out_specs=spec,
                 axis_names={name},
                 check_vma=False,
             )
         )
+        return lambda x: outer(jax.device_put(x, NamedSharding(mesh, spec)))
 
     same(over("model", mesh)(X), 2 * X + jnp.repeat(jnp.arange(4), 2)[:, None])
     with pytest.raises(ValueError, match=r"f: mesh= .* inside of a jax.shard_map over \('data',\)"):

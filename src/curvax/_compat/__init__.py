@@ -9,6 +9,7 @@ from curvax._compat import _version as _version  # First: it refuses a JAX that 
 
 # isort: split
 from curvax._compat._arrays import (
+    can_transpose_gather,
     filled_like,
     has_automatic_axes,
     is_key,
@@ -90,6 +91,7 @@ __all__ = [
     "as_program",
     "call_key",
     "callback_name",
+    "can_transpose_gather",
     "checkpointed",
     "closed",
     "default_device",

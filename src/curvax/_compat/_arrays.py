@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
+    "can_transpose_gather",
     "filled_like",
     "has_automatic_axes",
     "is_key",
@@ -124,6 +125,16 @@ def unsharded_along(x: Array, axis: int) -> Array:
         return x
     spec[axis] = None
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def can_transpose_gather(x: Array) -> bool:
+    """Whether this JAX has a derivative for `lax.all_gather` of such an array.
+
+    On a mesh that has `Explicit` axes besides, JAX 0.10 has none for an array that is sharded along
+    these, and JAX 0.12 for no array at all.
+    """
+    sharding = sharding_of(x)
+    return sharding is None or (jax.__version_info__ < (0, 11) and not any(sharding.spec))
 
 
 def has_automatic_axes() -> bool:

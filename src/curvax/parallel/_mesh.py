@@ -114,10 +114,8 @@ class MeshAxis:
 
     def joined(self, x: Array, position: int) -> Array:
         """The parts of an array that is split along this axis of its own, put together."""
-        sharding = _compat.sharding_of(x)
-        if sharding is None or not any(sharding.spec):
+        if _compat.can_transpose_gather(x):
             return lax.all_gather(x, self.names, axis=position, tiled=True)
-        # JAX 0.10 fails to transpose a gather of what is split along explicit axes besides.
         length = x.shape[position]
         shape = (*x.shape[:position], self.count * length, *x.shape[position + 1 :])
         own = lax.dynamic_update_slice_in_dim(
