@@ -156,7 +156,10 @@ def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) ->
     The type includes the sharding over explicit mesh axes and the manual axes of a `shard_map`
     over which `x` varies, because a loop's carry must have the type that its body returns.
     """
-    full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding_of(x))
+    sharding = sharding_of(x)
+    full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding)
+    if sharding is not None and sharding_of(full) != sharding:
+        full = jax.sharding.reshard(full, sharding)  # JAX 0.12 leaves it out without a mesh around.
     return varying_like(full, x)
 
 
