@@ -65,6 +65,20 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def compilations():
+    """A list that grows by one with each compilation."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs(request):
     """Keep memory flat: property tests leave hundreds of compiled programs behind.

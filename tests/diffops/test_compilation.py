@@ -46,20 +46,6 @@ COMPUTED = {
 each_function = pytest.mark.parametrize("name", COMPUTED)
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows by one with each compilation."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def setting(name):
     compute, f, options = COMPUTED[name]
     f = CountTraces(f)

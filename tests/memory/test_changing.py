@@ -133,20 +133,6 @@ CALLS = {
 }
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows by one with each compilation."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def check(call, kind, values):
     compute, oracle, body = CALLS[call]
     get, change = KINDS[kind](body)
