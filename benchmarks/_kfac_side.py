@@ -102,7 +102,7 @@ class Kfac:
         kfac-jax compiles its steps by itself and asks not to compile them as a part of something
         else, so there is no public way to its program.
         """
-        from curvax.optimizer._rules import Given
+        from curvax.optimizer.hyperparameters import Given
 
         algorithm = self.optimizer.finalize(self.params, self.key, self.batch)
 
@@ -169,11 +169,11 @@ class Side:
         lowered = {"gradient": jax.jit(jax.value_and_grad(loss)).lower(params, batch)}
         options = {}
         if self.library.__name__ == "curvax":
-            from curvax import _compat
+            from curvax import _jax
 
             lowered["kfac"] = self.made["kfac"].lowered()
             # Only then the account is true; JAX as old as that of kfac-jax does not need it.
-            options = _compat.true_account("cpu")
+            options = _jax.true_account("cpu")
         return {
             name: program.compile(options).memory_analysis().temp_size_in_bytes
             for name, program in lowered.items()

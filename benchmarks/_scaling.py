@@ -24,9 +24,10 @@ import numpy as np
 from _flops import flops
 from _scaling_models import Model
 
-from curvax.curvature import BlockDiagonalCurvature, ShardedCurvature
-from curvax.linalg import DenseSide
-from curvax.parallel import shares
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax.curvature.linalg.kronecker import DenseSide
+from curvax.curvature.sharded import ShardedCurvature
+from curvax.devices.task_assignment import shares
 
 __all__ = ["PLANS", "Collective", "Passes", "Plan", "Step"]
 

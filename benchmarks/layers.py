@@ -16,7 +16,7 @@ from _measure import Clock, Report, begin
 from jax import lax
 
 import curvax
-from curvax.tracing import layer_statistics
+from curvax import layer_statistics
 
 PACKAGES = ["curvax", "jax", "jaxlib"]
 

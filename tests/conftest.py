@@ -97,12 +97,12 @@ def _forget_compiled_programs(request):
 @pytest.fixture(autouse=True, scope="session")
 def _measure_what_users_have():
     """Programs whose memory is asked for have the buffers that they have for users."""
-    from curvax import _compat
+    from curvax import _jax
     from helpers import BUFFERS_OF_USERS
 
-    account = _compat.true_account
+    account = _jax.true_account
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compat, "true_account", lambda name: account(name) | BUFFERS_OF_USERS)
+        patch.setattr(_jax, "true_account", lambda name: account(name) | BUFFERS_OF_USERS)
         yield
 
 

@@ -1,61 +1,70 @@
-"""The house rules of `src/curvax`, read from the source.
+"""The architecture of `src/curvax`, read from the source.
 
-Each folder is a room. `MAY_USE` says which rooms a room may import from; nothing points back up.
-The foundation, a few modules beside the rooms, is open to all of them. Rooms that are not built
-yet are in the table already, so a new folder is either one of these or a decision to take here.
+A folder is an entry of the documentation's navigation, a file a noun that a user would search for.
+`MAY_USE` says which packages a package may import from; nothing points back up. The foundation, a
+few modules next to the packages, is open to all of them. Modules are imported from where they are
+defined: the `__init__.py` of a package is its docstring, and only `curvax` itself re-exports names.
 """
 
 import ast
+import importlib
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
+import curvax
+
 PACKAGE = Path(__file__).parents[1] / "src" / "curvax"
 
 FOUNDATION = {
-    "_lazy": set(),
     "_types": set(),
-    "_checks": set(),
+    "_errors": set(),
     "_table": set(),
-    "_compat": {"_types"},
-    "_tree": {"_types", "_compat"},
-    "_rows": {"_types", "_compat"},
+    "_jax": {"_types"},
+    "_tag": {"_jax"},
+    "_tree": {"_types", "_jax"},
+    "_slicing": {"_types", "_jax"},
+    "_cpu": {"_types", "_jax"},
 }
-ROOMS = {
+PACKAGES = {
     "memory": set(),
-    "parallel": set(),
-    "batching": {"memory", "parallel"},
+    "devices": set(),
+    "maps": {"memory", "devices"},
     "loops": {"memory"},
-    "diffops": {"batching", "memory", "parallel"},
-    "linalg": {"parallel"},
-    "tags": set(),
-    "losses": {"tags"},
-    "graph": {"tags"},
-    "tracing": {"tags", "losses", "graph"},
-    "conv": {"batching"},
-    "blocks": {"linalg", "conv", "graph"},
-    "curvature": {"blocks", "linalg", "tags", "graph", "tracing", "batching", "parallel"},
-    "optimizer": {"curvature", "batching", "graph", "linalg", "memory", "parallel"},
-    "report": set(),
+    "derivatives": {"maps", "memory", "devices"},
+    "losses": set(),
+    "layers": {"losses"},
+    "curvature": {"layers", "losses", "maps", "devices"},
+    "optimizer": {"curvature", "layers", "maps", "memory", "devices"},
+}
+# Subpackages that know nothing of the package around them, but for what is named here.
+SUBPACKAGES = {
+    "curvature.linalg": set(),
+    "curvature.patches": set(),
+    "curvature.blocks": {"curvature.linalg", "curvature.patches"},
 }
 # The public API may use everything; nothing may use the public API.
 ROOT = "__init__"
+PLOTS = "_plots"
 MAY_USE = (
     FOUNDATION
-    | {room: uses | FOUNDATION.keys() for room, uses in ROOMS.items()}
-    | {ROOT: FOUNDATION.keys() | ROOMS.keys()}
+    | {PLOTS: set()}
+    | {package: uses | FOUNDATION.keys() for package, uses in PACKAGES.items()}
+    | {ROOT: FOUNDATION.keys() | PACKAGES.keys()}
 )
 # A result's `plot()` imports the plots when it is called, from wherever the result lives.
-ANYONE_MAY_USE_LAZILY = {"report"}
+ANYONE_MAY_USE_LAZILY = {PLOTS}
 
-# What moves from one JAX release to the next, and the one module that may know about it.
+# What moves from one JAX release to the next, and the one package that may know about it.
 UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version__"}
-KNOWS_JAX = "_compat"
-
-LONGEST_MODULE = 450
+KNOWS_JAX = "_jax"
+# Packages whose `__init__.py` re-exports names: the public API and the door to JAX.
+RE_EXPORT = {"", KNOWS_JAX}
 
 
 class Import(NamedTuple):
@@ -83,27 +92,51 @@ def imports(tree: ast.Module, package: list[str]) -> Iterator[Import]:
                 yield Import(node.lineno, ".".join([*base, alias.name]), lazy)
 
 
-def room_of(dotted: list[str]) -> str:
-    """The room of a path below the package; names that are in no room belong to the root."""
+def package_of(dotted: list[str]) -> str:
+    """The package of a path below `curvax`; names that are in no package belong to the root."""
     return dotted[0] if dotted and dotted[0] in MAY_USE else ROOT
 
 
 def wrong_directions(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Imports of our own that the table does not allow."""
     inside = path.relative_to(root).with_suffix("").parts
-    room = inside[0]
-    if room not in MAY_USE:
-        yield 1, f"'{room}' is in no table; add it to the house or put its code in a room"
+    own = inside[0]
+    if own not in MAY_USE:
+        yield 1, f"'{own}' is in no table; add it to the architecture or put its code in a package"
         return
+    subpackage = ".".join(inside[:2])
     for line, name, lazy in imports(tree, [root.name, *inside[:-1]]):
         package, *target = name.split(".")
         if package != root.name:
             continue
-        used = room_of(target)
+        used = package_of(target)
         lazily_allowed = lazy and used in ANYONE_MAY_USE_LAZILY
-        if used != room and used not in MAY_USE[room] and not lazily_allowed:
-            allowed = ", ".join(sorted(MAY_USE[room])) or "nothing"
-            yield line, f"imports {name}, but '{room}' may use only: {allowed}"
+        if used != own and used not in MAY_USE[own] and not lazily_allowed:
+            allowed = ", ".join(sorted(MAY_USE[own])) or "nothing"
+            yield line, f"imports {name}, but '{own}' may use only: {allowed}"
+        sibling = ".".join(target[:2])
+        known = {subpackage} | SUBPACKAGES.get(subpackage, {sibling})
+        if used == own and sibling not in known:
+            yield line, f"imports {name}, but '{subpackage}' may not use '{sibling}'"
+
+
+def private_names(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Imports of what another module keeps to itself."""
+    inside = path.relative_to(root).with_suffix("").parts
+    for line, name, _ in imports(tree, [root.name, *inside[:-1]]):
+        *module, last = name.split(".")
+        if module and module[0] == root.name and last.startswith("_") and len(module) > 1:
+            yield line, f"imports {name}, which is private to {'.'.join(module)}"
+
+
+def re_exports(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Packages that hold more than a docstring, so that a name could hide a module."""
+    package = path.parent.relative_to(root).as_posix().replace("/", ".").strip(".")
+    if path.name == "__init__.py" and package not in RE_EXPORT and len(tree.body) > 1:
+        yield (
+            tree.body[1].lineno,
+            "has more than a docstring; import from the module itself",
+        )
 
 
 def unstable_jax(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -124,13 +157,10 @@ def is_chain(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
-def unlike_a_page(_root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Modules that do not open with what they are for, or are too long to be one idea."""
+def undescribed(_root: Path, _path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Modules that do not open with what they are for."""
     if not (ast.get_docstring(tree) or "").strip():
         yield 1, "does not start with a docstring"
-    length = len(path.read_text().splitlines())
-    if length > LONGEST_MODULE:
-        yield length, f"has {length} lines; past {LONGEST_MODULE} a module is more than one idea"
 
 
 def violations(root: Path, rule) -> list[str]:
@@ -142,7 +172,7 @@ def violations(root: Path, rule) -> list[str]:
     ]
 
 
-RULES = [wrong_directions, unstable_jax, unlike_a_page]
+RULES = [wrong_directions, private_names, re_exports, unstable_jax, undescribed]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -152,12 +182,41 @@ def test_the_package_keeps_the_rule(rule):
     assert not found, "\n" + "\n".join(found)
 
 
-def test_no_two_rooms_use_each_other():
-    open_rooms = dict(ROOMS)
-    while leaves := [room for room, uses in open_rooms.items() if not uses & open_rooms.keys()]:
-        for room in leaves:
-            del open_rooms[room]
-    assert not open_rooms
+def test_no_two_packages_use_each_other():
+    left = dict(PACKAGES)
+    while leaves := [name for name, uses in left.items() if not uses & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left
+
+
+def modules() -> list[str]:
+    paths = [path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_function_has_the_path_of_a_module(name):
+    """`curvax.derivatives.hessian` is a file, `curvax.hessian` a function, neither is both."""
+    importlib.import_module(name)
+    found = curvax
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    assert isinstance(found, ModuleType)
+    assert found.__name__ == name
+
+
+def test_the_map_for_contributors_is_that_of_the_tree():
+    text = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text()
+    section = text.split("## Find your way")[1].split("\n## ")[0]
+    mapped = set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
+    here = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py"}
+    here |= {
+        f"{path.relative_to(PACKAGE).as_posix()}/"
+        for path in PACKAGE.rglob("*")
+        if path.is_dir() and path.name != "__pycache__"
+    }
+    assert {name for name in mapped if not (PACKAGE.parents[1] / name).is_dir()} == here
 
 
 def write_package(root: Path, modules: dict[str, str]) -> Path:
@@ -169,12 +228,13 @@ def write_package(root: Path, modules: dict[str, str]) -> Path:
 
 
 ALLOWED = {
-    "__init__.py": "from curvax.batching.maps import chunked_vmap as chunked_vmap",
-    "_compat.py": "import jax.extend.core\nfrom jax._src import core\nfrom ._types import Tree",
-    "_tree.py": "from ._compat import jaxpr_types",
-    "batching/__init__.py": "from . import maps",
-    "batching/maps.py": "from .. import _tree, memory\nfrom .plan import ChunkPlan\nimport jax",
-    "batching/plan.py": "from curvax._rows import rows\ndef plot():\n    from curvax import report",
+    "__init__.py": "from curvax.maps.vmap import chunked_vmap as chunked_vmap",
+    "_jax.py": "import jax.extend.core\nfrom jax._src import core\nfrom ._types import Tree",
+    "_tree.py": "from ._jax import jaxpr_types",
+    "maps/__init__.py": "",
+    "maps/vmap.py": "from .. import _tree, memory\nfrom .plan import ChunkPlan\nimport jax",
+    "maps/plan.py": "from curvax._slicing import Rows\ndef plot():\n    from curvax import _plots",
+    "curvature/blocks/full.py": "from curvax.curvature.linalg.psd import power",
 }
 
 
@@ -186,27 +246,38 @@ def test_the_checker_accepts_what_the_table_allows(tmp_path):
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("loops/scan.py", "import curvax.batching.maps", "imports curvax.batching.maps"),
-        ("loops/scan.py", "from curvax.batching import maps", "imports curvax.batching.maps"),
-        ("loops/scan.py", "from ..batching.maps import f", "imports curvax.batching.maps.f"),
-        ("loops/scan.py", "from .. import batching", "imports curvax.batching"),
-        ("loops/deep/scan.py", "from ... import batching", "imports curvax.batching"),
+        ("loops/scan.py", "import curvax.maps.plan", "imports curvax.maps.plan"),
+        ("loops/scan.py", "from curvax.maps import plan", "imports curvax.maps.plan"),
+        ("loops/scan.py", "from ..maps.plan import f", "imports curvax.maps.plan.f"),
+        ("loops/scan.py", "from .. import maps", "imports curvax.maps"),
+        ("loops/deep/scan.py", "from ... import maps", "imports curvax.maps"),
         ("loops/scan.py", "from curvax import chunked_vmap", "imports curvax.chunked_vmap"),
         ("loops/scan.py", "import curvax", "imports curvax,"),
-        ("loops/scan.py", "from curvax import report", "imports curvax.report"),
-        ("_types.py", "from curvax import _compat", "imports curvax._compat"),
-        ("_tree.py", "from ._rows import rows", "imports curvax._rows.rows"),
-        ("_compat.py", "from .memory import plan", "imports curvax.memory.plan"),
+        ("loops/scan.py", "from curvax import _plots", "imports curvax._plots"),
+        ("_types.py", "from curvax import _jax", "imports curvax._jax"),
+        ("_tree.py", "from ._slicing import read", "imports curvax._slicing.read"),
+        ("_jax.py", "from .memory import plan", "imports curvax.memory.plan"),
+        (
+            "curvature/blocks/full.py",
+            "from curvax.curvature.explicit import f",
+            "'curvature.blocks' may not use 'curvature.explicit'",
+        ),
+        (
+            "curvature/linalg/psd.py",
+            "from curvax.curvature.blocks.full import f",
+            "'curvature.linalg' may not use 'curvature.blocks'",
+        ),
+        ("loops/scan.py", "from curvax.memory.plan import _f", "which is private to"),
+        ("loops/__init__.py", "from curvax.loops.scan import f", "has more than a docstring"),
         ("shed/tools.py", "import jax", "'shed' is in no table"),
         ("_helpers.py", "import jax", "'_helpers' is in no table"),
         ("loops/scan.py", "import jax.extend.core as jex", "uses jax.extend.core"),
         ("loops/scan.py", "from jax import core", "uses jax.core"),
         ("loops/scan.py", "from jax._src.core import Jaxpr", "uses jax._src.core.Jaxpr"),
         ("loops/scan.py", "from jax.experimental import io", "uses jax.experimental.io"),
-        ("loops/_compat.py", "import jax.extend", "uses jax.extend"),
+        ("loops/_jax.py", "import jax.extend", "uses jax.extend"),
         ("loops/scan.py", "import jax\nx = jax.core.Tracer", "uses jax.core"),
         ("loops/scan.py", "import jax\nx = jax.__version__", "uses jax.__version__"),
-        ("loops/scan.py", "x = 1\n" * LONGEST_MODULE, "has 451 lines"),
     ],
 )
 def test_the_checker_catches_a_violation(tmp_path, name, source, message):
@@ -222,6 +293,6 @@ def test_the_checker_catches_a_missing_docstring(tmp_path):
     package = write_package(tmp_path, {})
     package.mkdir()
     (package / "_tree.py").write_text("import jax\n")
-    assert violations(package, unlike_a_page) == [
+    assert violations(package, undescribed) == [
         "curvax/_tree.py:1: does not start with a docstring"
     ]

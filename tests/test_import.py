@@ -30,11 +30,19 @@ def test_import_brings_in_only_the_core_dependencies():
     assert packages - sys.stdlib_module_names <= CORE
 
 
-def test_names_are_those_of_the_stub():
+def test_names_are_listed():
     import curvax
 
     assert "hessian" in dir(curvax)
     assert set(curvax.__all__) <= set(dir(curvax))
+
+
+def test_the_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    import curvax
+
+    assert curvax.__version__ == version("curvax")
 
 
 def test_another_name_is_an_error():

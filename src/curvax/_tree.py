@@ -1,7 +1,7 @@
 """Pytrees: values that JAX shall not look into, prefixes, and names for leaves.
 
 `Static` is public: it carries a hashable Python value through `jit` and pytrees as part of the
-structure. The rest is the little pytree algebra that several rooms share.
+structure. The rest is the little pytree algebra that several packages share.
 """
 
 from collections.abc import Hashable
@@ -10,10 +10,11 @@ from typing import Any, Generic, TypeVar, final
 import jax
 import numpy as np
 
-from curvax import _compat
+from curvax import _jax
 from curvax._types import PyTree
 
 __all__ = ["Same", "Static", "as_key", "broadcast_prefix", "leaf_name"]
+
 
 T = TypeVar("T", bound=Hashable)
 
@@ -126,7 +127,7 @@ def as_key(tree: PyTree) -> Hashable:
 
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, float | complex | np.generic):
-        return _compat.scalar_key(leaf)
+        return _jax.scalar_key(leaf)
     try:
         hash(leaf)
     except TypeError:

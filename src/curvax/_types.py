@@ -10,6 +10,7 @@ from jax import Array
 
 __all__ = ["Array", "Axes", "Carry", "Fun", "Order", "PyTree", "Size", "TreeDef", "VmapFn"]
 
+
 PyTree: TypeAlias = Any
 """A tree of containers as JAX knows them, with arrays for leaves unless something else is said."""
 

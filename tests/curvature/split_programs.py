@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import curvax
-from curvax.curvature import ShardedCurvature, whole_state
+from curvax.curvature.sharded import ShardedCurvature, whole_state
 
 jax.config.update("jax_enable_x64", True)
 DRAWN = np.random.default_rng(0)

@@ -16,7 +16,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import curvax
-from curvax.curvature import ImplicitExactCurvature
+from curvax.curvature.implicit import ImplicitExactCurvature
 from helpers import CountTraces, assert_same
 from losses.cases import matrix_of
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import curvax
-from curvax.curvature import ImplicitExactCurvature
+from curvax.curvature.implicit import ImplicitExactCurvature
 from helpers import assert_same
 
 

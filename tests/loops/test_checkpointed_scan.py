@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from curvax import checkpoint_chunked_scan, checkpointed_scan
-from curvax.loops._checkpointed_scan import nested_lengths, run_nested
-from curvax.loops._program import ScanProgram
+from curvax.loops.checkpointed_scan import nested_lengths, run_nested
+from curvax.loops.scan_program import ScanProgram
 from helpers import CountTraces, assert_same, temporaries, total
 from loops.bodies import (
     BODIES_BY_NAME,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from curvax import _compat, checkpoint_chunked_scan, sliced_scan
+from curvax import _jax, checkpoint_chunked_scan, sliced_scan
 from helpers import temporaries
 from loops.bodies import bounds, scan_then_slice
 
@@ -74,7 +74,7 @@ def scans_of_scans(jaxpr, depth=0):
     for equation in jaxpr.eqns:
         is_scan = equation.primitive is jax.lax.scan_p
         if is_scan and depth:
-            fixed = _compat.ScanForm.of(equation).num_consts
+            fixed = _jax.ScanForm.of(equation).num_consts
             yield from (variable.aval for variable in equation.invars[fixed:])
         for value in jax.tree.leaves(tuple(equation.params.values())):
             inner = getattr(value, "jaxpr", value)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from curvax import sliced_scan
-from curvax.loops._program import ScanProgram
-from curvax.loops._sliced_scan import _Kept
+from curvax.loops.scan_program import ScanProgram
+from curvax.loops.sliced_scan import _Kept
 from helpers import assert_same
 from loops.bodies import (
     BODIES_BY_NAME,

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-import curvax.losses as cl
-from curvax.losses._function_loss import FunctionLoss
+import curvax
+from curvax.losses.function_loss import FunctionLoss
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -90,11 +90,11 @@ def soft(seed: int, *shape: int) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-MEAN = cl.NormalMeanNegativeLogProbLoss
-BOTH = cl.NormalMeanVarianceNegativeLogProbLoss
-BITS = cl.MultiBernoulliNegativeLogProbLoss
-CLASS = cl.CategoricalLogitsNegativeLogProbLoss
-HOT = cl.OneHotCategoricalLogitsNegativeLogProbLoss
+MEAN = curvax.NormalMeanNegativeLogProbLoss
+BOTH = curvax.NormalMeanVarianceNegativeLogProbLoss
+BITS = curvax.MultiBernoulliNegativeLogProbLoss
+CLASS = curvax.CategoricalLogitsNegativeLogProbLoss
+HOT = curvax.OneHotCategoricalLogitsNegativeLogProbLoss
 EACH = np.array([0.3, 1.5, 0.8])
 MASK = np.array([1, 0, 1])
 
@@ -206,7 +206,7 @@ def name_of(case: Case) -> str:
 
 
 def has_fisher(loss: Any) -> bool:
-    return isinstance(loss, cl.NegativeLogProbLoss)
+    return isinstance(loss, curvax.NegativeLogProbLoss)
 
 
 def matrix_of(linear: Callable[[Any], Any], like: Any) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-import curvax.losses as cl
+import curvax
 from helpers import assert_same, key
 from losses.cases import (
     BY_NAME,
@@ -46,7 +46,7 @@ class TestMatrices:
     @every_loss
     def test_the_ggn_is_the_hessian_unless_that_depends_on_targets(self, case):
         found = measured(case.name)
-        if isinstance(case.loss(), cl.NormalMeanVarianceNegativeLogProbLoss):
+        if isinstance(case.loss(), curvax.NormalMeanVarianceNegativeLogProbLoss):
             close(found["ggn"], found["Fisher"])
             assert np.min(np.linalg.eigvalsh(found["Hessian by autodiff"])) < 0
         else:
@@ -322,7 +322,7 @@ def test_without_a_distribution_there_is_no_fisher_matrix(case, name):
 
 def test_mean_and_variance_of_different_shapes_are_refused():
     with pytest.raises(ValueError, match=r"one shape, got \(3, 2\) and \(3,\)\. For a variance"):
-        cl.NormalMeanVarianceNegativeLogProbLoss(normal_array(3, 2), normal_array(3))
+        curvax.NormalMeanVarianceNegativeLogProbLoss(normal_array(3, 2), normal_array(3))
 
 
 def normal_array(*shape):
@@ -331,7 +331,7 @@ def normal_array(*shape):
 
 def test_mean_and_variance_may_be_of_two_dtypes():
     mean, variance = normal_array(3, 2).astype(jnp.bfloat16), jnp.ones((3, 2), jnp.float32)
-    loss = cl.NormalMeanVarianceNegativeLogProbLoss(mean, variance, mean)
+    loss = curvax.NormalMeanVarianceNegativeLogProbLoss(mean, variance, mean)
 
     def ask():
         inner = loss.multiply_fisher_factor_transpose((mean, variance))
@@ -353,8 +353,8 @@ class TestExtremes:
         logits = jnp.array([[1000.0, -1000.0, 0.0], [0.0, -jnp.inf, 1.0]])
         targets = jnp.array([0, 2])
         for loss in [
-            cl.CategoricalLogitsNegativeLogProbLoss(logits, targets),
-            cl.OneHotCategoricalLogitsNegativeLogProbLoss(logits, jax.nn.one_hot(targets, 3)),
+            curvax.CategoricalLogitsNegativeLogProbLoss(logits, targets),
+            curvax.OneHotCategoricalLogitsNegativeLogProbLoss(logits, jax.nn.one_hot(targets, 3)),
         ]:
             ask = lambda loss=loss: (
                 loss.evaluate(),
@@ -367,7 +367,7 @@ class TestExtremes:
             np.testing.assert_allclose(product, 0, atol=1e-15)
 
     def test_certain_answers_lose_nothing_to_rounding(self):
-        loss = cl.MultiBernoulliNegativeLogProbLoss(jnp.array([40.0]), jnp.array([1.0]))
+        loss = curvax.MultiBernoulliNegativeLogProbLoss(jnp.array([40.0]), jnp.array([1.0]))
         np.testing.assert_allclose(loss.evaluate(), np.exp(-40.0), rtol=1e-12)
         np.testing.assert_allclose(
             loss.multiply_fisher((jnp.ones(1),))[0], np.exp(-40.0), rtol=1e-12
@@ -376,7 +376,7 @@ class TestExtremes:
     @pytest.mark.parametrize("target", [-1, 3])
     def test_what_is_no_class_is_nan_in_value_and_gradient(self, target):
         logits, targets = normal_array(2, 3), jnp.array([target, 1])
-        loss = cl.CategoricalLogitsNegativeLogProbLoss(logits, targets)
+        loss = curvax.CategoricalLogitsNegativeLogProbLoss(logits, targets)
         assert np.isnan(loss.evaluate()).tolist() == [True, False]
         gradient = np.isnan(loss.grad_of_evaluate(None, "off")[0])
         assert gradient.all(1).tolist() == [True, False]

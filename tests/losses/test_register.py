@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import curvax.losses as cl
-from curvax.tags import LossTag
+import curvax
+from curvax.losses.tag import LossTag
 from helpers import assert_same
 from losses.cases import log_cosh, normal, soft
 
@@ -19,22 +19,34 @@ REAL = jnp.asarray(normal(3, 3, 4))
 SOFT = jnp.asarray(soft(4, 3, 4))
 MASK = jnp.array([True, False, True])
 
-NORMAL = cl.NormalMeanNegativeLogProbLoss
-BERNOULLI = cl.MultiBernoulliNegativeLogProbLoss
-CATEGORICAL = cl.CategoricalLogitsNegativeLogProbLoss
-ONE_HOT = cl.OneHotCategoricalLogitsNegativeLogProbLoss
+NORMAL = curvax.NormalMeanNegativeLogProbLoss
+BERNOULLI = curvax.MultiBernoulliNegativeLogProbLoss
+CATEGORICAL = curvax.CategoricalLogitsNegativeLogProbLoss
+ONE_HOT = curvax.OneHotCategoricalLogitsNegativeLogProbLoss
 
 REGISTERED = [
-    (cl.register_squared_error_loss, {"targets": REAL}, NORMAL),
-    (cl.register_squared_error_loss, {"targets": REAL, "weight": jnp.array(0.5)}, NORMAL),
-    (cl.register_normal_predictive_distribution, {"targets": REAL, "variance": 2.0}, NORMAL),
-    (cl.register_normal_predictive_distribution, {"variance": jnp.ones(3), "weight": 3}, NORMAL),
-    (cl.register_sigmoid_cross_entropy_loss, {"targets": BITS}, BERNOULLI),
-    (cl.register_multi_bernoulli_predictive_distribution, {"weight": jnp.array(2.0)}, BERNOULLI),
-    (cl.register_softmax_cross_entropy_loss, {"targets": CLASSES}, CATEGORICAL),
-    (cl.register_softmax_cross_entropy_loss, {"targets": SOFT, "mask": MASK}, ONE_HOT),
-    (cl.register_categorical_predictive_distribution, {"mask": MASK, "weight": 2.0}, CATEGORICAL),
-    (cl.register_categorical_predictive_distribution, {"targets": SOFT}, ONE_HOT),
+    (curvax.register_squared_error_loss, {"targets": REAL}, NORMAL),
+    (curvax.register_squared_error_loss, {"targets": REAL, "weight": jnp.array(0.5)}, NORMAL),
+    (curvax.register_normal_predictive_distribution, {"targets": REAL, "variance": 2.0}, NORMAL),
+    (
+        curvax.register_normal_predictive_distribution,
+        {"variance": jnp.ones(3), "weight": 3},
+        NORMAL,
+    ),
+    (curvax.register_sigmoid_cross_entropy_loss, {"targets": BITS}, BERNOULLI),
+    (
+        curvax.register_multi_bernoulli_predictive_distribution,
+        {"weight": jnp.array(2.0)},
+        BERNOULLI,
+    ),
+    (curvax.register_softmax_cross_entropy_loss, {"targets": CLASSES}, CATEGORICAL),
+    (curvax.register_softmax_cross_entropy_loss, {"targets": SOFT, "mask": MASK}, ONE_HOT),
+    (
+        curvax.register_categorical_predictive_distribution,
+        {"mask": MASK, "weight": 2.0},
+        CATEGORICAL,
+    ),
+    (curvax.register_categorical_predictive_distribution, {"targets": SOFT}, ONE_HOT),
 ]
 
 
@@ -84,7 +96,7 @@ class TestTags:
 
 def test_arrays_may_be_traced():
     def f(x, targets, weight):
-        return cl.register_softmax_cross_entropy_loss(x, targets, weight=weight)
+        return curvax.register_softmax_cross_entropy_loss(x, targets, weight=weight)
 
     assert_same(jax.jit(f)(LOGITS, CLASSES, 2.0), LOGITS, 0, 0)
     (loss,) = registered_losses(f, LOGITS, CLASSES, jnp.array(2.0))
@@ -92,28 +104,28 @@ def test_arrays_may_be_traced():
 
 
 def test_one_example_at_a_time_under_vmap():
-    register = lambda x, y: cl.register_softmax_cross_entropy_loss(x, y)
+    register = lambda x, y: curvax.register_softmax_cross_entropy_loss(x, y)
     assert_same(jax.vmap(register)(LOGITS, CLASSES), LOGITS, 0, 0)
     (loss,) = registered_losses(jax.vmap(register), LOGITS, CLASSES)
     assert_same(loss.evaluate(), CATEGORICAL(LOGITS, CLASSES).evaluate())
-    assert_same(jax.vmap(cl.register_squared_error_loss)(LOGITS[:, 0]), LOGITS[:, 0], 0, 0)
+    assert_same(jax.vmap(curvax.register_squared_error_loss)(LOGITS[:, 0]), LOGITS[:, 0], 0, 0)
 
 
 def test_numpy_arrays_and_lists_of_targets():
-    logits = cl.register_softmax_cross_entropy_loss(np.asarray(LOGITS), np.array([1, 2, 3]))
+    logits = curvax.register_softmax_cross_entropy_loss(np.asarray(LOGITS), np.array([1, 2, 3]))
     assert_same(logits, LOGITS, 0, 0)
 
 
 def test_squared_error_is_the_square():
-    (loss,) = registered_losses(cl.register_squared_error_loss, LOGITS, REAL)
+    (loss,) = registered_losses(curvax.register_squared_error_loss, LOGITS, REAL)
     constant = NORMAL(LOGITS, LOGITS).evaluate()
     assert_same(loss.evaluate() - constant, jnp.sum((LOGITS - REAL) ** 2, axis=1))
 
 
 S, B, N = (
-    cl.register_softmax_cross_entropy_loss,
-    cl.register_sigmoid_cross_entropy_loss,
-    cl.register_normal_predictive_distribution,
+    curvax.register_softmax_cross_entropy_loss,
+    curvax.register_sigmoid_cross_entropy_loss,
+    curvax.register_normal_predictive_distribution,
 )
 
 
@@ -149,11 +161,14 @@ def test_what_does_not_fit_is_refused(register, given, error, words):
 def test_a_pair_of_names_registers_the_same():
     pairs = [
         (
-            cl.register_sigmoid_cross_entropy_loss,
-            cl.register_multi_bernoulli_predictive_distribution,
+            curvax.register_sigmoid_cross_entropy_loss,
+            curvax.register_multi_bernoulli_predictive_distribution,
         ),
-        (cl.register_softmax_cross_entropy_loss, cl.register_categorical_predictive_distribution),
-        (cl.register_squared_error_loss, cl.register_normal_predictive_distribution),
+        (
+            curvax.register_softmax_cross_entropy_loss,
+            curvax.register_categorical_predictive_distribution,
+        ),
+        (curvax.register_squared_error_loss, curvax.register_normal_predictive_distribution),
     ]
     for pair in pairs:
         first, second = (registered_losses(register, LOGITS)[0] for register in pair)
@@ -164,7 +179,7 @@ def test_a_pair_of_names_registers_the_same():
         )
 
 
-class Cosh(cl.LossFunction):
+class Cosh(curvax.LossFunction):
     """A class of a user's own, with as little as there can be."""
 
     def __init__(self, x, weight=1.0):
@@ -200,7 +215,7 @@ def test_a_class_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    "cls", [cl.LossFunction, cl.NegativeLogProbLoss, cl.DistributionNegativeLogProbLoss]
+    "cls", [curvax.LossFunction, curvax.NegativeLogProbLoss, curvax.DistributionNegativeLogProbLoss]
 )
 def test_bases_are_abstract(cls):
     with pytest.raises(TypeError, match="abstract"):
@@ -208,5 +223,7 @@ def test_bases_are_abstract(cls):
 
 
 def test_functions_are_registered_too():
-    (loss,) = registered_losses(lambda x: cl.register_loss(log_cosh, x, REAL, weight=0.5), LOGITS)
+    (loss,) = registered_losses(
+        lambda x: curvax.register_loss(log_cosh, x, REAL, weight=0.5), LOGITS
+    )
     assert_same(loss.evaluate(), 0.5 * jax.vmap(log_cosh)(LOGITS, REAL))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import curvax.losses as cl
-from curvax.losses import _function_loss
+import curvax
+from curvax.losses import function_loss
 from helpers import assert_same
 from losses.cases import log_cosh, normal
 from losses.test_register import registered_losses
@@ -33,21 +33,21 @@ def tag_in(function, *args):
 
 class TestTags:
     def test_predictions_come_back_and_a_function_has_one_tag(self):
-        register = lambda x: cl.register_loss(log_cosh, x, Y)
+        register = lambda x: curvax.register_loss(log_cosh, x, Y)
         assert_same(register(X), X, 0, 0)
-        again = lambda x: cl.register_loss(log_cosh, x, Y[:, :1], weight=2.0)
+        again = lambda x: curvax.register_loss(log_cosh, x, Y[:, :1], weight=2.0)
         assert tag_in(register, X) is tag_in(again, X[:, :1])
         assert tag_in(register, X) is tag_in(jax.vmap(register), X[None])
 
     def test_functions_have_tags_of_their_own(self):
         one, other = (lambda x: jnp.sum(x**2)), (lambda x: jnp.sum(x**4))
-        register = lambda x: cl.register_loss(other, cl.register_loss(one, x))
+        register = lambda x: curvax.register_loss(other, curvax.register_loss(one, x))
         first, second = registered_losses(register, X)
         assert_same(first.evaluate(), jnp.sum(X**2, axis=1))
         assert_same(second.evaluate(), jnp.sum(X**4, axis=1))
 
     def test_a_traced_program_keeps_the_function(self):
-        program = jax.make_jaxpr(lambda x: cl.register_loss(lambda p: jnp.sum(p**2), x))(X)
+        program = jax.make_jaxpr(lambda x: curvax.register_loss(lambda p: jnp.sum(p**2), x))(X)
         gc.collect()
         (equation,) = program.jaxpr.eqns
         loss = equation.primitive.loss(X, args_names=("predictions",))
@@ -59,14 +59,14 @@ class TestTags:
         def fn(prediction):
             return scale * jnp.sum(prediction**2)
 
-        program = jax.make_jaxpr(lambda x: cl.register_loss(fn, x))(X)  # noqa: F821
+        program = jax.make_jaxpr(lambda x: curvax.register_loss(fn, x))(X)  # noqa: F821
         tag = program.jaxpr.eqns[-1].primitive
-        known, alive = len(_function_loss._tags), weakref.ref(fn)
+        known, alive = len(function_loss._tags), weakref.ref(fn)
         del fn, program
         jax.clear_caches()
         gc.collect()
         assert alive() is None
-        assert len(_function_loss._tags) < known
+        assert len(function_loss._tags) < known
         with pytest.raises(ReferenceError, match="function of this loss is gone"):
             tag.loss(X, args_names=("predictions",))
 
@@ -87,12 +87,12 @@ class TestTags:
             functools.partial(power, 2),
             jax.jit(jnp.linalg.norm),
         ]:
-            (loss,) = registered_losses(lambda x: cl.register_loss(fn, x), X)  # noqa: B023
+            (loss,) = registered_losses(lambda x: curvax.register_loss(fn, x), X)  # noqa: B023
             assert_same(loss.evaluate(), jax.vmap(fn)(X))
 
 
 class TestConvexity:
-    loss = staticmethod(lambda fn, x=X: _function_loss.FunctionLoss(fn, x))
+    loss = staticmethod(lambda fn, x=X: function_loss.FunctionLoss(fn, x))
     products = (
         lambda loss: loss.multiply_ggn(ONES),
         lambda loss: loss.multiply_ggn_factor(ONES[0]),
@@ -173,4 +173,4 @@ class TestErrors:
     )
     def test_what_does_not_fit_is_refused(self, given, error, words):
         with pytest.raises(error, match=rf"^curvax\.register_loss: .*{words}"):
-            cl.register_loss(*given)
+            curvax.register_loss(*given)

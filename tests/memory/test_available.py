@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from curvax import available_memory
-from curvax.memory import _available
-from curvax.memory._available import _of_host
+from curvax.memory import budget
+from curvax.memory.budget import _of_host
 
 MB = 10**6
 SYSTEM = 64 * 1024 * 10**6
@@ -161,14 +161,14 @@ class TestOddFiles:
     )
     def test_a_system_that_does_not_tell_has_all_of_its_memory(self, host, meminfo, monkeypatch):
         pages = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-        monkeypatch.setattr(_available.os, "sysconf", pages.__getitem__)
+        monkeypatch.setattr(budget.os, "sysconf", pages.__getitem__)
         assert host({}, meminfo) == 4_096_000
 
     def test_a_system_that_tells_nothing_at_all(self, host, monkeypatch):
         def unknown(name):
             raise ValueError(name)
 
-        monkeypatch.setattr(_available.os, "sysconf", unknown)
+        monkeypatch.setattr(budget.os, "sysconf", unknown)
         with pytest.raises(NotImplementedError, match=r"^curvax\.available_memory: .* in bytes"):
             host({}, "")
 
@@ -221,12 +221,12 @@ class TestDevices:
             available_memory(self.device(stats))
 
     def test_a_cpu_is_the_machine(self, monkeypatch):
-        monkeypatch.setattr(_available, "_of_host", lambda root: 1234 if root == Path("/") else 0)
+        monkeypatch.setattr(budget, "_of_host", lambda root: 1234 if root == Path("/") else 0)
         assert available_memory(jax.devices("cpu")[0]) == 1234
         assert available_memory() == 1234
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_this_machine_has_some():
-    total = _available.os.sysconf("SC_PHYS_PAGES") * _available.os.sysconf("SC_PAGE_SIZE")
+    total = budget.os.sysconf("SC_PHYS_PAGES") * budget.os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_memory() <= total

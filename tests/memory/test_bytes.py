@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 
 from curvax import parse_memory
-from curvax.memory import _bytes
-from curvax.memory._bytes import format_bytes
+from curvax.memory import budget
+from curvax.memory.budget import format_bytes
 
 AVAILABLE = 1_000_001
 
 
 @pytest.fixture
 def some_memory(monkeypatch):
-    monkeypatch.setattr(_bytes, "available_memory", lambda: AVAILABLE)
+    monkeypatch.setattr(budget, "available_memory", lambda: AVAILABLE)
 
 
 @pytest.mark.usefixtures("unchecked")

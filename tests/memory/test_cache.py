@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from curvax.memory._cache import MOST, FunctionCache
+from curvax.memory.compiled import MOST, FunctionCache
 from helpers import CountTraces
 
 

@@ -21,7 +21,7 @@ from curvax import (
     parse_memory,
     plan_batch_size,
 )
-from curvax.memory._plan import Trial
+from curvax.memory.plan import Trial
 from helpers import CountTraces, assert_same, random_like
 
 ROWS, WIDTH, HIDDEN = 1000, 16, 64

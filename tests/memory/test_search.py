@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from curvax.memory._search import largest_that_fits
+from curvax.memory.plan import largest_that_fits
 
 
 class Needs:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvax import MemoryUsage, _compat, memory_usage
+from curvax import MemoryUsage, _jax, memory_usage
 from helpers import as_users_run, num_bytes
 
 F64 = 8
@@ -25,7 +25,7 @@ def apply(a, x):
 def account(fun, *args):
     """As JAX itself has it, of a program compiled with the same option."""
     lowered = jax.jit(fun).lower(*args)
-    return lowered.compile(_compat.true_account("cpu")).memory_analysis()
+    return lowered.compile(_jax.true_account("cpu")).memory_analysis()
 
 
 def like(x):

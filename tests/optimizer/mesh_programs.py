@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import curvax
-from curvax.linalg import Power
-from curvax.optimizer._rules import Given
+from curvax.curvature.linalg.tasks import Power
+from curvax.optimizer.hyperparameters import Given
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import key

@@ -6,8 +6,8 @@ import pytest
 
 import curvax
 from curvax import MemoryBudgetError
-from curvax.memory import MemoryUsage
-from curvax.optimizer._budget import sizes_within
+from curvax.memory.usage import MemoryUsage
+from curvax.optimizer.programs import sizes_within
 from helpers import assert_same, key
 from optimizer.problems import ADAPTIVE, make
 
@@ -68,7 +68,7 @@ def used_by(monkeypatch, optimizer, params, batch, **values):
 
     state = optimizer.init(params, key(0), batch)
     with monkeypatch.context() as patch:
-        patch.setattr("curvax.optimizer._programs.MemoryUsage.of", classmethod(record))
+        patch.setattr("curvax.optimizer.programs.MemoryUsage.of", classmethod(record))
         result = optimizer.step(params, state, key(1), batch=batch, **values)
     return seen, result
 

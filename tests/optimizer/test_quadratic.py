@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from jax.flatten_util import ravel_pytree
 
 import curvax
-from curvax.optimizer._quadratic import QuadraticModel
+from curvax.optimizer.quadratic_model import QuadraticModel
 from helpers import assert_same, key, random_like
 from optimizer.problems import ADAPTIVE, VALUES, loss, make, make_batch, make_params, train
 

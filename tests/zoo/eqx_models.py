@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from graph.models import normal
+from layers.models import normal
 from zoo.case import (
     Family,
     Model,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graph.models import normal
+from layers.models import normal
 from zoo.case import (
     Family,
     Model,

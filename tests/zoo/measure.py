@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import curvax
-from curvax.tracing import layer_statistics
-from graph.layers import recompute
-from tracing.book import from_layer_data, moments
+from curvax import layer_statistics
+from layers.layers import recompute
+from layers.tracing.book import from_layer_data, moments
 from zoo.case import Entry
 
 # Programs run once and on a few numbers, so it is compiling that takes time.

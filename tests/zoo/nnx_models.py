@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from graph.models import normal
+from layers.models import normal
 from zoo.case import (
     Family,
     Model,

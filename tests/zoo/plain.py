@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import curvax
-from graph.models import normal
+from layers.models import normal
 from zoo.case import (
     Family,
     Model,

@@ -1,0 +1,234 @@
+"""The terms of all blocks at some arguments of a function: backward passes, and what is summed.
+
+The function runs forward once, however many passes a mode takes. In each pass the blocks' sums over
+layers are computed on the way back, turned into terms, and added up. What depends on the inputs of
+layers alone is computed once.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from curvax import _jax
+from curvax._types import Array, PyTree
+from curvax.curvature.blocks.base import CurvatureBlock
+from curvax.curvature.blocks.data import given_data
+from curvax.curvature.blocks.layer import LayerSite
+from curvax.curvature.estimation_modes import sum_of_shares, sweeps
+from curvax.layers.detection.layers import Layer, Place
+from curvax.layers.tracing.layer_inputs import layer_data_at
+from curvax.layers.tracing.loss_map import LossMap, TracedFunction
+from curvax.layers.tracing.statistics import statistics_at
+
+__all__ = [
+    "Layers",
+    "Terms",
+    "at_devices",
+    "has_own_update",
+    "sum_of_terms",
+    "updated_by_data",
+    "with_batch_terms",
+]
+
+
+Terms = list[dict[str, PyTree]]
+"""For each block its terms, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The layers of a traced function, with their blocks."""
+
+    at: LossMap
+    blocks: Sequence[CurvatureBlock]
+
+    @functools.cached_property
+    def sites(self) -> list[list[LayerSite]]:
+        """The places of each layer, as its block sees them."""
+        pairs = zip(self.at.processed.layers, self.blocks, strict=True)
+        return [[self._site(place, block) for place in layer.places] for layer, block in pairs]
+
+    def rule(self, states: Sequence[Any]) -> Any:
+        """What `layer_statistics` computes, for blocks in these states."""
+        numbers = {
+            place.node: (number, k)
+            for number, layer in enumerate(self.at.processed.layers)
+            for k, place in enumerate(layer.places)
+        }
+
+        def rule(layer: Layer, place: Place) -> Any:
+            del layer
+            number, k = numbers[place.node]
+            sites = self.sites[number]
+            return self.blocks[number].statistics(sites[k], sites, states[number])
+
+        return rule
+
+    def _site(self, place: Place, block: CurvatureBlock) -> LayerSite:
+        return LayerSite.of(place, block.parameters_shapes)
+
+
+def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index: int) -> LossMap:
+    """The function at these arguments, with gradients of each device's own examples.
+
+    Inside of a `shard_map`, gradients of what is the same on all devices are sums over these.
+    """
+    leaves = jax.tree.leaves(tuple(func_args))
+    args = list(func_args)
+    args[params_index] = jax.tree.map(
+        lambda x: _jax.varying_like(jnp.asarray(x), *leaves), args[params_index]
+    )
+    return traced.at(args)
+
+
+def has_own_update(block: CurvatureBlock) -> bool:
+    """Whether a user's class of blocks takes the data of its layer itself."""
+    name = "update_curvature_matrix_estimate"
+    return getattr(type(block), name) is not getattr(CurvatureBlock, name)
+
+
+def sum_of_terms(
+    layers: Layers, states: Sequence[Any], mode: str, drawn: Sequence[Array], where: str
+) -> tuple[Terms, list[Any]]:
+    """The sums over all passes of the terms of each block.
+
+    Blocks whose terms are of the sum over the whole batch have none; instead, second, there are
+    their statistics in each pass, or the gradient of their parameters.
+    """
+    at, blocks, sites = layers.at, layers.blocks, layers.sites
+    operands, pull_back = statistics_at(at, layers.rule(states), where)
+    passes = sweeps(at, operands, mode, drawn)
+
+    def compute(cotangents: Any) -> tuple[Terms, list[Any]]:
+        found, gradient = pull_back(cotangents)
+        leaves = jax.tree.leaves(gradient)
+        each = list(zip(blocks, found, sites, states, strict=True))
+        terms = [
+            {} if block.sums_batch else block.terms(sums, own, state)
+            for block, sums, own, state in each
+        ]
+        params = [[leaves[n] for n in layer.params] for layer in at.processed.layers]
+        batch_sums = [
+            {} if not block.sums_batch else sums or {"gradient": own}
+            for block, sums, own in zip(blocks, found, params, strict=True)
+        ]
+        return terms, batch_sums
+
+    if len(passes) == 1 and passes[0].count == 1:
+        terms, batch_sums = compute(passes[0].cotangents(0))
+        return terms, [jax.tree.map(lambda x: x[None], batch_sums)]
+    zeros = [tuple(jnp.zeros_like(x) for x in each) for each in operands[0]]
+    once, _ = compute(zeros)
+    totals = [_named(terms, is_input=True) for terms in once]
+    batch_sums = []
+    for sweep in passes:
+        if not sweep.count:
+            continue
+        total, sums = _over_columns(
+            lambda k, s=sweep: _without_inputs(compute(s.cotangents(k))), sweep.count
+        )
+        totals = [_added(before, new) for before, new in zip(totals, total, strict=True)]
+        batch_sums.append(sums)
+    return totals, batch_sums
+
+
+def with_batch_terms(
+    layers: Layers,
+    states: Sequence[Any],
+    terms: Terms,
+    batch_sums: Sequence[Any],
+    axis_name: str | None,
+) -> Terms:
+    """The terms of all blocks, also of those that are of sums over the batch of all devices."""
+    found, batch_sums = list(terms), sum_of_shares(list(batch_sums), axis_name)
+    for number, block in enumerate(layers.blocks):
+        if not block.sums_batch:
+            continue
+        sites, state = layers.sites[number], states[number]
+        of_pass = lambda sums, b=block, s=sites, own=state: b.terms(sums, s, own)
+        each = [jax.vmap(of_pass)(sums[number]) for sums in batch_sums]
+        summed = [jax.tree.map(lambda x: jnp.sum(x, 0), own) for own in each]
+        found[number] = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *summed)
+    return found
+
+
+def updated_by_data(
+    layers: Layers,
+    states: Sequence[Any],
+    mode: str,
+    drawn: Sequence[Array],
+    num_passes: int,
+    how: tuple[ArrayLike, ArrayLike, ArrayLike, str | None],
+    where: str,
+) -> list[Any]:
+    """The states of all blocks after they were given the data of their layers, in each pass.
+
+    Averages over all passes of what is larger by their number are the sums that are wanted.
+    """
+    at, blocks = layers.at, layers.blocks
+    operands, vjp = layer_data_at(at, where)
+    old, new, batch_size, pmap_axis_name = how
+    scale = num_passes**0.5
+
+    def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:
+        scaled = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), cotangents)
+        found = []
+        for block, state, data, sites in zip(
+            blocks, states, vjp(scaled), layers.sites, strict=True
+        ):
+            given = given_data(data, sites, batch_size)
+            own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
+            rest = (old, new / num_passes, batch_size, pmap_axis_name)
+            found.append(block.update_curvature_matrix_estimate(own, given, *rest))
+        return found
+
+    done: ArrayLike = 0
+    for sweep in sweeps(at, operands, mode, drawn):
+
+        def body(states: Any, k: Any, sweep: Any = sweep, done: Any = done) -> tuple[Any, None]:
+            first = (k == 0) & (done == 0)
+            return step(states, sweep.cotangents(k), jnp.where(first, old, 1.0)), None
+
+        if sweep.count == 1:
+            states, _ = body(states, 0)
+        elif sweep.count:
+            states, _ = lax.scan(body, list(states), jnp.arange(sweep.count))
+        done += sweep.count
+    return list(states)
+
+
+def _over_columns(compute: Any, count: int) -> tuple[Terms, Any]:
+    """Sums over all columns of terms, and the statistics that are kept of each."""
+    if count == 1:
+        terms, sums = compute(0)
+        return terms, jax.tree.map(lambda x: x[None], sums)
+    shapes, _ = jax.eval_shape(compute, 0)
+    zeros = jax.tree.map(_jax.filled_like, shapes)
+
+    def step(total: Terms, column: Array) -> tuple[Terms, Any]:
+        terms, sums = compute(column)
+        return jax.tree.map(jnp.add, total, terms), sums
+
+    return lax.scan(step, zeros, jnp.arange(count))
+
+
+def _without_inputs(found: tuple[Terms, list[Any]]) -> tuple[Terms, list[Any]]:
+    terms, sums = found
+    return [_named(each, is_input=False) for each in terms], sums
+
+
+def _named(terms: dict[str, PyTree], *, is_input: bool) -> dict[str, PyTree]:
+    return {name: x for name, x in terms.items() if name.startswith("inputs") == is_input}
+
+
+def _added(before: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
+    total = dict(before)
+    for name, x in new.items():
+        total[name] = jax.tree.map(jnp.add, total[name], x) if name in total else x
+    return total

@@ -1,0 +1,1 @@
+"""Curvature blocks: one representation of the curvature of one layer in each file."""

@@ -1,0 +1,157 @@
+"""Eigenvalue-corrected blocks: diagonal in the eigenbasis of a Kronecker-factored one.
+
+In the basis of the eigenvectors of both factors, K-FAC's matrix is diagonal, but its diagonal is
+not the best one. Here it is the mean over examples of their squared gradients in that basis, which
+is: no other diagonal is closer to the curvature (in the Frobenius norm). The basis is computed when
+the cache is updated; from then on until the next time, the diagonal is estimated in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array, PyTree
+from curvax.curvature.blocks.base import CacheUpdate, MatrixPower, Refresh, Statistics
+from curvax.curvature.blocks.example_gradients import (
+    gradient_statistics,
+    gradient_terms,
+    remarks_on_examples,
+)
+from curvax.curvature.blocks.kronecker import (
+    ConvTwoKroneckerFactored,
+    DenseTwoKroneckerFactored,
+    TwoKroneckerFactored,
+)
+from curvax.curvature.blocks.layer import LayerSite
+from curvax.curvature.linalg.kronecker import Eigen, from_basis, to_basis
+from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.psd import spectral_power
+
+__all__ = ["Conv2DEKFAC", "DenseEKFAC"]
+
+
+class _EigenvalueCorrected(TwoKroneckerFactored):
+    """What both classes share."""
+
+    class State(TwoKroneckerFactored.State):
+        """What an eigenvalue-corrected block keeps.
+
+        Attributes:
+            cache: eigenvalues, as they were when last asked for.
+            inputs_factor: a moving average of the factor of the inputs.
+            outputs_factor: a moving average of the factor of the outputs.
+            basis: the eigenvectors of both, as they were when the cache was updated.
+            eigenvalues: a moving average of the diagonal in that basis, (..., inputs, outputs).
+        """
+
+        basis: dict[str, Any]
+        eigenvalues: WeightedMovingAverage
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return (*super().remarks, *remarks_on_examples(self._equation.sites))
+
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        del sites
+        return True
+
+    def averages(self, state: Any) -> Sequence[Any]:
+        return *super().averages(state), state.eigenvalues
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        squares = self._squares(state.basis)
+        own = gradient_statistics(site, sites, squares, on_whole=True, dtype=self.dtype)
+        return {**super().statistics(site, sites, state), **own}
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        factors = {n: x for n, x in statistics.items() if n.startswith(("inputs", "outputs"))}
+        squares = self._squares(state.basis)
+        own = {n: x for n, x in statistics.items() if n not in factors}
+        corrected = gradient_terms(own, sites, squares, on_whole=True)
+        return {**super().terms(factors, sites, state), "squares": corrected}
+
+    def estimate(
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        corrected = terms["squares"] / (batch_size * self.num_averaged_positions)
+        return *super().estimate(terms, sites, batch_size), corrected
+
+    def _state(self, cache: dict[str, Any], inputs: Any, outputs: Any) -> Any:
+        sides = self._kronecker.inputs, self._kronecker.outputs
+        eigen = self._kronecker.eigen(*(jnp.zeros(s.shape, self.dtype) for s in sides))
+        vectors = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
+        basis = {
+            name: jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
+            for name, x in vectors.items()
+        }
+        shape = self._kronecker.eigenvalues(eigen).shape
+        state: Any = self.State
+        return state(
+            cache={name: x for name, x in cache.items() if name == "eigenvalues"},
+            inputs_factor=inputs,
+            outputs_factor=outputs,
+            basis=basis,
+            eigenvalues=WeightedMovingAverage.zeros_array(shape, self.dtype),
+        )
+
+    def _squares(self, basis: Eigen) -> Any:
+        def squares(gradients: list[Array]) -> Array:
+            matrices = jax.vmap(self.as_matrices)(gradients)
+            return jnp.sum(to_basis(basis, matrices) ** 2, 0)
+
+        return squares
+
+    def _multiply_matpower(
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+    ) -> tuple[Array, ...]:
+        # It is always exact, and the basis is always that of the cache.
+        values = state.eigenvalues.value + how.identity_weight.astype(self.dtype)
+        powers = spectral_power(values, how.power, axes=(-2, -1))
+        x = to_basis(state.basis, self.as_matrices(vector))
+        return self.of_matrices(from_basis(state.basis, powers * x))
+
+    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+        if use_cached:
+            return self._cached(state, "eigenvalues")
+        return state.eigenvalues.value.reshape(-1)
+
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        if wanted.powers:
+            found = yield self._kronecker.eigen_tasks(*self._values(state))
+            eigen = self._kronecker.eigen_of(found)
+            state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
+            # In a new basis, the diagonal is that of the factors until it is estimated again.
+            weight = state.eigenvalues.weight
+            state.eigenvalues.raw_value = self._kronecker.eigenvalues(eigen) * weight
+        if wanted.eigenvalues:
+            state.cache["eigenvalues"] = state.eigenvalues.value.reshape(-1)
+        return state
+
+
+class DenseEKFAC(_EigenvalueCorrected, DenseTwoKroneckerFactored):
+    """An eigenvalue-corrected Kronecker-factored block for dense layers.
+
+    It is diagonal in the eigenbasis of the Kronecker factors, as of the last `update_cache`.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        weight_sharing: "expand" or "reduce", for the factors.
+        max_factor_size: a factor that is wider is kept as its diagonal.
+    """
+
+
+class Conv2DEKFAC(_EigenvalueCorrected, ConvTwoKroneckerFactored):
+    """An eigenvalue-corrected Kronecker-factored block for convolutions; see `DenseEKFAC`.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        weight_sharing: "expand" or "reduce", for the factors.
+        max_factor_size: a factor that is wider is kept as its diagonal.
+    """

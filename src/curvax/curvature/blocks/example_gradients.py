@@ -1,0 +1,318 @@
+"""What blocks of one kind of layer share, whatever they keep of its matrix."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvax._types import Array, PyTree
+from curvax.curvature.blocks.base import CurvatureBlock, Statistics
+from curvax.curvature.blocks.layer import LayerSite, wide
+from curvax.curvature.blocks.settings import get_max_parallel_elements
+from curvax.layers.detection.example_axes import same_examples
+from curvax.layers.detection.layers import EachStep
+
+__all__ = [
+    "OfExampleGradients",
+    "OfScaleAndShift",
+    "OfTotalGradient",
+    "Quadratic",
+    "SomeAtATime",
+    "gradient_statistics",
+    "gradient_terms",
+    "remarks_on_examples",
+    "why_inexact",
+]
+
+
+# Statistics of gradients of single examples: their squares, or their outer products.
+#
+# Where a layer is applied once to an example, what is made of the gradients of its examples can be
+# summed at once, some examples at a time. Where it is applied to an example at several places or in
+# several steps of a loop, the gradient of the example is a sum over these, and the gradients of all
+# examples are held until it is complete. The steps of a loop over examples are kept apart.
+#
+# Places that are about other examples (chunks of a batch, and what is left over) form groups of
+# their own. Where it is not known which position belongs to which example, each counts as one.
+
+Quadratic = Callable[[list[Array]], PyTree]
+"""Sums over examples of something quadratic in gradients: (examples, *shape) for each parameter."""
+
+
+def gradient_statistics(
+    site: LayerSite,
+    sites: Sequence[LayerSite],
+    quadratic: Quadratic,
+    on_whole: bool,
+    dtype: jnp.dtype,
+    max_elements: int | None = None,
+) -> Statistics:
+    """What to sum at a site.
+
+    `on_whole` says that the quadratic is of gradients as the function has the parameters.
+    """
+    (group,) = [group for group in _groups(sites) if site in group]
+    if _is_held(group, on_whole):
+        number = sites.index(_first_of_form(site, group))
+        compute = lambda x, g: site.gradients(x[0], g[0].astype(dtype))
+        return {f"gradients {number}": EachStep(compute, site.example_loops)}
+
+    def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
+        (x,), (g,) = inputs, cotangents
+        whole = jax.vmap(site.put) if on_whole else lambda gradients: gradients
+        compute = lambda x, g: quadratic(whole(site.gradients_by_example(x, g)))
+        return _in_chunks(site, compute, x, g.astype(dtype), max_elements)
+
+    return {f"squares {sites.index(site)}": summed}
+
+
+def gradient_terms(
+    statistics: Mapping[str, PyTree],
+    sites: Sequence[LayerSite],
+    quadratic: Quadratic,
+    on_whole: bool,
+) -> PyTree:
+    """Sums over all sites and examples.
+
+    If the quadratic is not `on_whole`, it returns one array for each parameter.
+    """
+    terms = []
+    for group in _groups(sites):
+        if _is_held(group, on_whole):
+            firsts = [site for site in group if _first_of_form(site, group) is site]
+            named = [(site, statistics[f"gradients {sites.index(site)}"]) for site in firsts]
+            terms.append(quadratic(_sum([_put_examples(site, found) for site, found in named])))
+            continue
+        (site,) = group
+        found = statistics[f"squares {sites.index(site)}"]
+        terms.append(found if on_whole else site.put(found))
+    return _sum(terms)
+
+
+def why_inexact(sites: Sequence[LayerSite]) -> str:
+    """Why the gradients of single examples are not known; "" if they are."""
+    groups = _known_groups(sites)
+    if isinstance(groups, str):
+        return groups
+    return next((site.examples.remark for site in sites if site.examples.remark), "")
+
+
+def remarks_on_examples(sites: Sequence[LayerSite]) -> tuple[str, ...]:
+    """What to know where gradients of single examples are not known: what is done instead."""
+    why = why_inexact(sites)
+    if not why:
+        return ()
+    if any(site.examples.unknown for site in sites):
+        return (f"{why}: each position counts as an example of its own",)
+    if isinstance(_known_groups(sites), str):
+        return (f"{why}: each place counts on its own",)
+    return (f"{why}: gradients of different ones are taken to be independent",)
+
+
+def _known_groups(sites: Sequence[LayerSite]) -> list[list[LayerSite]] | str:
+    """The sites that are about the same examples, together; or why that is not known."""
+    pairs = [zip(site.stacked, site.example_loops, strict=True) for site in sites]
+    if any(has and own for each in pairs for has, own in each):
+        return "examples unknown: a loop takes other parameters for each of them"
+    groups = same_examples([site.examples for site in sites])
+    if isinstance(groups, str):
+        return groups
+    return [[sites[number] for number in group] for group in groups.values()]
+
+
+def _groups(sites: Sequence[LayerSite]) -> list[list[LayerSite]]:
+    """The sites that are about the same examples, together; all apart if that is not known."""
+    groups = _known_groups(sites)
+    return [[site] for site in sites] if isinstance(groups, str) else groups
+
+
+def _is_held(group: Sequence[LayerSite], on_whole: bool) -> bool:
+    """Whether gradients of all examples are held until all places have added to them."""
+    site = group[0]
+    loops = zip(site.lengths, site.stacked, site.example_loops, strict=True)
+    has_steps = any(n > 1 and not has and not own for n, has, own in loops)
+    return len(group) > 1 or has_steps or (on_whole and bool(site.stack))
+
+
+def _first_of_form(site: LayerSite, group: Sequence[LayerSite]) -> LayerSite:
+    """The first site that uses the parameters in the same form."""
+    form = lambda s: (
+        (s.stack, s.stacked, s.cuts, s.slice_shapes, s.constants.get("layouts")),
+        (s.lengths, s.example_loops, s.num_examples),
+    )
+    return next(other for other in group if form(other) == form(site))
+
+
+def _put_examples(site: LayerSite, gradients: Sequence[Array]) -> list[Array]:
+    """Gradients of examples in the shapes of the parameters, with an axis for examples in front."""
+    # In front are axes for the loops that take slices of parameters, or are over examples.
+    loops = [own for has, own in zip(site.stacked, site.example_loops, strict=True) if has or own]
+    over_examples = [axis for axis, own in enumerate(loops) if own]
+
+    def with_examples_in_front(x: Array) -> Array:
+        axes = (*over_examples, len(loops))
+        x = jnp.moveaxis(x, axes, range(len(axes)))
+        return x.reshape(-1, *x.shape[len(axes) :])
+
+    return jax.vmap(site.put)([with_examples_in_front(x) for x in gradients])
+
+
+def _sum(terms: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *each: sum(each[1:], start=each[0]), *terms)
+
+
+def _in_chunks(
+    site: LayerSite,
+    compute: Callable[[Array, Array], PyTree],
+    x: Array,
+    g: Array,
+    max_elements: int | None,
+) -> PyTree:
+    """The sum over examples, as many at a time as may be held."""
+    xs, gs = site.by_example(x, False), site.by_example(g, True)
+    number = xs.shape[0]
+    dim = max(sum(map(math.prod, site.slice_shapes)), 1)
+    size = min(number, max(1, (max_elements or get_max_parallel_elements()) // dim))
+    full = number // size
+    parts = [y[: full * size].reshape(full, size, *y.shape[1:]) for y in (xs, gs)]
+    if full == 1:
+        total = compute(parts[0][0], parts[1][0])
+    else:
+        zeros = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute, parts[0][0], parts[1][0])
+        )
+        step = lambda total, part: (jax.tree.map(jnp.add, total, compute(*part)), None)
+        total, _ = lax.scan(step, zeros, tuple(parts))
+    if full * size < number:
+        rest = compute(xs[full * size :], gs[full * size :])
+        total = jax.tree.map(jnp.add, total, rest)
+    return total
+
+
+class OfExampleGradients(CurvatureBlock):
+    """A block that is made of gradients of single examples, and refuses to be made of others.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        allow_approximation: whether to make do where these are not known: each position counts as
+            an example if it is not known which positions belong to one, and examples that interact
+            are taken to be independent. The `remarks` then say so. Otherwise that is an error.
+    """
+
+    def __init__(self, layer_tag_eq: Any, name: str, *, allow_approximation: bool = False) -> None:
+        super().__init__(layer_tag_eq, name)
+        self._allows_approximation = allow_approximation
+        own, base = type(self), CurvatureBlock
+        if own.update_curvature_matrix_estimate is base.update_curvature_matrix_estimate:
+            self.check_examples(self._equation.sites)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return remarks_on_examples(self._equation.sites)
+
+    def check_examples(self, sites: Sequence[LayerSite]) -> None:
+        """Refuse places at which the gradients of single examples are not known."""
+        why = why_inexact(sites)
+        if not why or not self.needs_examples(sites) or self._allows_approximation:
+            return
+        kind = self._equation.layer.tag_name if self._equation.layer else sites[0].kind
+        other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
+        raise ValueError(
+            f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
+            f"needs per-example gradients, which are not known here. Use curvax.{other}, which "
+            f"does without them, or functools.partial(curvax.{type(self).__name__}, "
+            f"allow_approximation=True), which makes do and is not exact."
+        )
+
+
+_NEEDS_NO_EXAMPLES = {
+    "dense_tag": "DenseTwoKroneckerFactored",
+    "conv2d_tag": "Conv2DTwoKroneckerFactored",
+    "conv_tag": "ConvTwoKroneckerFactored",
+    "embedding_tag": "EmbeddingTwoKroneckerFactored",
+}
+"""Blocks that do not have to know which examples there are, by tag."""
+
+
+class SomeAtATime(OfExampleGradients):
+    """A block that takes the gradients of so many examples at a time."""
+
+    def __init__(
+        self,
+        layer_tag_eq: Any,
+        name: str,
+        max_elements_for_vmap: int | None = None,
+        *,
+        allow_approximation: bool = False,
+    ) -> None:
+        super().__init__(layer_tag_eq, name, allow_approximation=allow_approximation)
+        self.max_elements = max_elements_for_vmap
+
+    @property
+    def max_elements_for_vmap(self) -> int | None:
+        """How many elements of gradients of examples to hold at once."""
+        return self.max_elements
+
+
+class OfScaleAndShift(CurvatureBlock):
+    """A block of a layer that scales and shifts."""
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the layer has a scale."""
+        return any(site.constants["has_scale"] for site in self._equation.sites)
+
+    @property
+    def has_shift(self) -> bool:
+        """Whether the layer has a shift."""
+        return any(site.constants["has_shift"] for site in self._equation.sites)
+
+
+class OfTotalGradient(CurvatureBlock):
+    """A block that knows only the gradient of all examples together."""
+
+    sums_batch = True
+
+    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+        del sites
+        return False
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return ("only the gradient of all examples together is known: estimates are noisy",)
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del state
+        return _total_gradient(site, sites, self.dtype)
+
+    def total_gradient(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite]
+    ) -> list[Array]:
+        """The gradient of all examples and sites, in the shapes of the parameters."""
+        if "gradient" in statistics:
+            return [x.astype(wide(x.dtype)) for x in statistics["gradient"]]
+        each = [site.put(statistics[f"total {number}"]) for number, site in enumerate(sites)]
+        return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
+
+
+def _total_gradient(site: LayerSite, sites: Sequence[LayerSite], dtype: jnp.dtype) -> Statistics:
+    """The gradient of all examples, as the function has the parameters or as the site does.
+
+    Of a layer of the user's own it is not computed here: the pass itself has it.
+    """
+    number = sites.index(site)
+    if not site.is_known:
+        return {}
+    if site.kind == "generic_tag":
+        return {f"total {number}": lambda _, g: [g[0].astype(dtype)]}
+
+    def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> list[Array]:
+        gradients = site.gradients(inputs[0], cotangents[0].astype(dtype))
+        return [jnp.sum(x, 0) for x in gradients]
+
+    return {f"total {number}": summed}

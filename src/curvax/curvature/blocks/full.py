@@ -1,0 +1,256 @@
+"""Blocks that keep the whole matrix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._cpu import symmetric_product
+from curvax._types import Array, PyTree
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CacheUpdate,
+    MatrixPower,
+    Refresh,
+    Statistics,
+    power_key,
+)
+from curvax.curvature.blocks.example_gradients import (
+    OfExampleGradients,
+    OfScaleAndShift,
+    OfTotalGradient,
+    SomeAtATime,
+    gradient_statistics,
+    gradient_terms,
+)
+from curvax.curvature.blocks.layer import LayerSite
+from curvax.curvature.blocks.settings import get_default_eigen_decomposition_threshold
+from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.psd import (
+    diagonal,
+    psd_eigh,
+    psd_power,
+    spectral_power,
+    told_from_zero,
+)
+from curvax.curvature.linalg.tasks import Eigenvectors, Power
+
+__all__ = [
+    "Conv2DFull",
+    "DenseFull",
+    "Full",
+    "NaiveFull",
+    "ScaleAndShiftFull",
+    "products_of_gradients",
+]
+
+
+class Full(OfExampleGradients):
+    """The whole curvature matrix of a layer: the mean of outer products of examples' gradients.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        eigen_decomposition_threshold: up to how many powers are cached one by one. Of more, the
+            eigenvalues and eigenvectors are cached. None for
+            `get_default_eigen_decomposition_threshold()`.
+        allow_approximation: as in `Diagonal`.
+    """
+
+    class State(BlockState):
+        """What a full block keeps.
+
+        Attributes:
+            cache: powers and eigenvalues, as they were when they were last asked for.
+            matrix: a moving average of the matrix.
+        """
+
+        matrix: WeightedMovingAverage
+
+    max_elements: int | None = None
+    """How many elements of gradients of examples to hold at once; None for what is set."""
+
+    def __init__(
+        self,
+        layer_tag_eq: Any,
+        name: str,
+        eigen_decomposition_threshold: int | None = None,
+        *,
+        allow_approximation: bool = False,
+    ) -> None:
+        super().__init__(layer_tag_eq, name, allow_approximation=allow_approximation)
+        if eigen_decomposition_threshold is None:
+            eigen_decomposition_threshold = get_default_eigen_decomposition_threshold()
+        self._eigen_threshold = eigen_decomposition_threshold
+
+    @property
+    def cache_work(self) -> float:
+        return float(self.dim) ** 3
+
+    @property
+    def multiply_work(self) -> float:
+        return float(self.dim) ** 2
+
+    def parameters_list_to_single_vector(self, parameters_shaped_list: Sequence[Array]) -> Array:
+        """Arrays like the parameters, as one vector.
+
+        Arguments:
+            parameters_shaped_list: the arrays.
+
+        Returns:
+            The vector.
+
+        Raises:
+            ValueError: if they are not like the parameters.
+        """
+        self._check_vector(parameters_shaped_list)
+        return self.flattened(parameters_shaped_list)
+
+    def single_vector_to_parameters_list(self, vector: Array) -> tuple[Array, ...]:
+        """What `parameters_list_to_single_vector` made one vector.
+
+        Arguments:
+            vector: the vector.
+
+        Returns:
+            Arrays like the parameters.
+
+        Raises:
+            ValueError: if it has another length.
+        """
+        if vector.shape != (self.dim,):
+            raise ValueError(
+                f"curvax: a vector for the block {self.name} has the shape {(self.dim,)}, got "
+                f"{vector.shape}."
+            )
+        return self.unflattened(vector)
+
+    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+        return [diagonal(matrix) for matrix in estimates]
+
+    def averages(self, state: Any) -> Sequence[Any]:
+        return (state.matrix,)
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del state
+        self.check_examples(sites)
+        return gradient_statistics(
+            site, sites, products_of_gradients, True, self.dtype, self.max_elements
+        )
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        return {"products": gradient_terms(statistics, sites, products_of_gradients, on_whole=True)}
+
+    def estimate(
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        del sites
+        return [terms["products"] / batch_size]
+
+    def to_dense_matrix(self, state: Any) -> Array:
+        matrix = state.matrix.value
+        return matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype)
+
+    def _init(
+        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
+    ) -> Any:
+        del rng
+        powers = {*exact, *approx}
+        matrix = lambda: jnp.zeros((self.dim, self.dim), self.dtype)
+        cache: dict[str, Any] = {}
+        if len(powers) > self._eigen_threshold:
+            cache["eigenvectors"] = matrix()
+        else:
+            cache = {power_key(power): matrix() for power in powers}
+        if cache_eigenvalues or "eigenvectors" in cache:
+            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
+        average = WeightedMovingAverage.zeros_array((self.dim, self.dim), self.dtype)
+        state: Any = self.State
+        return state(cache=cache, matrix=average)
+
+    def _multiply_matpower(
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+    ) -> tuple[Array, ...]:
+        # It is always exact.
+        flat = self.flattened(vector)
+        if not how.is_cached:
+            matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
+        elif "eigenvectors" in (state.cache or ()):
+            values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
+            values = told_from_zero(values, how.identity_weight, how.power)
+            powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
+            return self.unflattened(vectors @ (powers * (flat @ vectors)))
+        else:
+            matrix = self._cached(state, power_key(how.power))
+        return self.unflattened(matrix @ flat)
+
+    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+        if use_cached:
+            return self._cached(state, "eigenvalues")
+        return psd_eigh(state.matrix.value)[0]
+
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        matrix = state.matrix.value * scale
+        if "eigenvectors" in state.cache:
+            ((values, vectors),) = yield [Eigenvectors(matrix)]
+            state.cache |= {"eigenvalues": values, "eigenvectors": vectors}
+            return state
+        for power in wanted.powers:
+            self._cached(state, power_key(power))
+            (found,) = yield [Power(matrix, wanted.identity_weight, power)]
+            state.cache[power_key(power)] = found
+        if wanted.eigenvalues:
+            ((state.cache["eigenvalues"], _),) = yield [Eigenvectors(matrix)]
+        return state
+
+
+class DenseFull(Full):
+    """A `Full` block for dense layers."""
+
+
+class Conv2DFull(SomeAtATime, Full):
+    """A `Full` block for convolutions.
+
+    The gradients of single examples are computed, some at a time.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        max_elements_for_vmap: how many elements of such gradients to hold at once; None for
+            `get_max_parallel_elements()`.
+        allow_approximation: as in `Diagonal`.
+    """
+
+
+class ScaleAndShiftFull(OfScaleAndShift, Full):
+    """A `Full` block for layers that scale and shift."""
+
+
+class NaiveFull(OfTotalGradient, Full):
+    """The matrix `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
+
+    It needs to know nothing of the layer; see `NaiveDiagonal`.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        eigen_decomposition_threshold: as in `Full`.
+    """
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        flat = self.flattened(self.total_gradient(statistics, sites))
+        return {"products": jnp.outer(flat, flat)}
+
+
+def products_of_gradients(gradients: list[Array]) -> Array:
+    """The sum of outer products of gradients, (number, *shape) for each parameter."""
+    flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
+    return symmetric_product(flat)

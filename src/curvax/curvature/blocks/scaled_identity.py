@@ -1,0 +1,85 @@
+"""`ScaledIdentity`: a block that is a multiple of the identity, whatever happens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array, PyTree
+from curvax.curvature.blocks.base import (
+    CacheUpdate,
+    CurvatureBlock,
+    MatrixPower,
+    Refresh,
+    Statistics,
+)
+from curvax.curvature.blocks.layer import LayerSite
+
+__all__ = ["ScaledIdentity"]
+
+
+class ScaledIdentity(CurvatureBlock):
+    """A block that is a multiple of the identity.
+
+    Arguments:
+        layer_tag_eq: the equation of the layer's tag.
+        name: what the block is called.
+        scale: the multiple, a positive number.
+
+    Raises:
+        ValueError: if it is not positive.
+    """
+
+    def __init__(self, layer_tag_eq: Any, name: str, scale: ArrayLike = 1.0) -> None:
+        super().__init__(layer_tag_eq, name)
+        if isinstance(scale, float | int) and scale <= 0:
+            raise ValueError(f"curvax.ScaledIdentity: the scale must be positive, got {scale}.")
+        self._scale = scale
+
+    def fixed_scale(self) -> ArrayLike:
+        return self._scale
+
+    def averages(self, state: Any) -> Sequence[Any]:
+        del state
+        return ()
+
+    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+        del site, sites, state
+        return {}
+
+    def terms(
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+    ) -> dict[str, PyTree]:
+        del state
+        del statistics, sites
+        return {}
+
+    def estimate(
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        del terms, sites, batch_size
+        return ()
+
+    def _init(
+        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
+    ) -> Any:
+        del rng, exact, approx, cache_eigenvalues
+        state: Any = self.State
+        return state(cache=None)
+
+    def _multiply_matpower(
+        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+    ) -> tuple[Array, ...]:
+        del state
+        factor = (1 + how.identity_weight) ** how.power
+        return tuple(x * factor.astype(x.dtype) for x in vector)
+
+    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+        del state, use_cached
+        return jnp.ones((self.dim,), self.dtype)
+
+    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
+        del wanted
+        yield from ()
+        return state

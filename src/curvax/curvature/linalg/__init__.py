@@ -1,0 +1,1 @@
+"""Linear algebra of blocks: PSD powers, Kronecker products, moving averages."""

@@ -1,0 +1,274 @@
+"""Kronecker products of two PSD matrices: damping, powers and eigenvalues.
+
+The matrix `kron(inputs, outputs)` acts on an array `x` of the shape (inputs, outputs) as
+`inputs @ x @ outputs`. A multiple of the identity that is added to it has no such form. Exactly,
+it is added to the eigenvalues. Approximately, it is split between both factors, so that each
+gets the more of it the larger it is on average (`pi` is the ratio of their scales); this needs no
+eigenvectors.
+"""
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._cpu import symmetric_product
+from curvax._types import Array
+from curvax.curvature.linalg.psd import diagonal, per_matrix, spectral_power, told_from_zero
+from curvax.curvature.linalg.tasks import Eigenvectors, Power, computed
+
+__all__ = ["DenseSide", "DiagonalSide", "Eigen", "Kronecker", "Side", "from_basis", "to_basis"]
+
+
+# The sides of a Kronecker product: matrices that are dense, or diagonal where they would be wide.
+#
+# A side says what its arrays look like and does to them what a block needs. Several matrices, one
+# for each layer of a stack or for each head, are along axes in front. What a side is applied to has
+# the shape (..., inputs, outputs): the first side acts along the inputs, the second on the outputs.
+
+
+@dataclass(frozen=True)
+class Side(abc.ABC):
+    """One factor of a Kronecker product: `size` by `size` matrices, `stack` of them."""
+
+    size: int
+    stack: tuple[int, ...] = ()
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that holds it."""
+
+    @property
+    @abc.abstractmethod
+    def work(self) -> float:
+        """About how many operations a power of it takes."""
+
+    @abc.abstractmethod
+    def of_rows(self, rows: Array) -> Array:
+        """The sum of outer products of rows (..., number, size)."""
+
+    @abc.abstractmethod
+    def of_dense(self, matrix: Array) -> Array:
+        """This side of a dense matrix."""
+
+    @abc.abstractmethod
+    def of_diagonal(self, diagonal: Array) -> Array:
+        """This side of a diagonal matrix."""
+
+    @abc.abstractmethod
+    def diagonal(self, matrix: Array) -> Array:
+        """The diagonal of each matrix."""
+
+    def trace(self, matrix: Array) -> Array:
+        """The trace of each matrix."""
+        return jnp.sum(self.diagonal(matrix), axis=-1)
+
+    def mean(self, matrix: Array) -> Array:
+        """The mean of the eigenvalues of each matrix."""
+        return self.trace(matrix) / max(self.size, 1)
+
+    @abc.abstractmethod
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Array | Power:
+        """`(scale * matrix + identity_weight * identity) ** power`, or the task of computing it."""
+
+    @abc.abstractmethod
+    def eigen(self, matrix: Array) -> tuple[Array, None] | Eigenvectors:
+        """Eigenvalues, and None where eigenvectors are the unit vectors; or the task."""
+
+    @abc.abstractmethod
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        """`matrix @ x`."""
+
+    @abc.abstractmethod
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        """`x @ matrix`."""
+
+    @abc.abstractmethod
+    def dense(self, matrix: Array) -> Array:
+        """The matrices themselves."""
+
+
+class DenseSide(Side):
+    """A side of dense matrices."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack, self.size, self.size)
+
+    @property
+    def work(self) -> float:
+        return float(math.prod(self.stack)) * self.size**3
+
+    def of_rows(self, rows: Array) -> Array:
+        return symmetric_product(rows)
+
+    def of_dense(self, matrix: Array) -> Array:
+        return matrix
+
+    def of_diagonal(self, diagonal: Array) -> Array:
+        return _of_diagonal(diagonal)
+
+    def diagonal(self, matrix: Array) -> Array:
+        return diagonal(matrix)
+
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Power:
+        return Power(matrix, identity_weight, power, scale)
+
+    def eigen(self, matrix: Array) -> Eigenvectors:
+        return Eigenvectors(matrix)
+
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        return matrix @ x
+
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        return x @ matrix
+
+    def dense(self, matrix: Array) -> Array:
+        return matrix
+
+
+class DiagonalSide(Side):
+    """A side of diagonal matrices, held as their diagonals."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack, self.size)
+
+    @property
+    def work(self) -> float:
+        return float(math.prod(self.stack)) * self.size
+
+    def of_rows(self, rows: Array) -> Array:
+        return jnp.sum(rows**2, axis=-2)
+
+    def of_dense(self, matrix: Array) -> Array:
+        return diagonal(matrix)
+
+    def of_diagonal(self, diagonal: Array) -> Array:
+        return diagonal
+
+    def diagonal(self, matrix: Array) -> Array:
+        return matrix
+
+    def power(
+        self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
+    ) -> Array:
+        matrix = per_matrix(scale, 1, matrix.dtype) * matrix
+        return spectral_power(matrix + per_matrix(identity_weight, 1, matrix.dtype), power)
+
+    def eigen(self, matrix: Array) -> tuple[Array, None]:
+        return matrix, None
+
+    def act_on_inputs(self, matrix: Array, x: Array) -> Array:
+        return matrix[..., :, None] * x
+
+    def act_on_outputs(self, x: Array, matrix: Array) -> Array:
+        return x * matrix[..., None, :]
+
+    def dense(self, matrix: Array) -> Array:
+        return _of_diagonal(matrix)
+
+
+def _of_diagonal(diagonal: Array) -> Array:
+    """Matrices with these diagonals."""
+    shape = (*diagonal.shape, diagonal.shape[-1])
+    identity = jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
+    return diagonal[..., None] * jnp.broadcast_to(identity, shape)
+
+
+Eigen = dict[str, Array]
+"""Eigenvalues and eigenvectors of both sides; of a diagonal side only the values."""
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """How to compute with `kron(inputs, outputs)`."""
+
+    inputs: Side
+    outputs: Side
+
+    def power(
+        self,
+        inputs: Array,
+        outputs: Array,
+        identity_weight: ArrayLike,
+        power: float | int,
+        scales: tuple[ArrayLike, ArrayLike] = (1, 1),
+    ) -> tuple[Array | Power, Array | Power]:
+        """A power of both factors, times their scales, with the identity split by `pi`.
+
+        They may be tasks that are yet to be `computed`.
+        """
+        of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
+        means = [
+            of_inputs * self.inputs.mean(inputs),
+            of_outputs * self.outputs.mean(outputs),
+        ]
+        are_zero = (means[0] <= 0) | (means[1] <= 0)
+        first, last = (jnp.where(are_zero, 1, mean) for mean in means)
+        pi = jnp.sqrt(first) / jnp.sqrt(last)
+        root = jnp.sqrt(jnp.asarray(identity_weight).astype(pi.dtype))
+        return (
+            self.inputs.power(inputs, root * pi, power, of_inputs),
+            self.outputs.power(outputs, root / pi, power, of_outputs),
+        )
+
+    def multiply(self, inputs: Array, outputs: Array, x: Array) -> Array:
+        """`inputs @ x @ outputs`."""
+        return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
+
+    def eigen_tasks(self, inputs: Array, outputs: Array) -> list[Any]:
+        """What is to be `computed` for the eigenvalues and eigenvectors of both factors."""
+        return [self.inputs.eigen(inputs), self.outputs.eigen(outputs)]
+
+    def eigen_of(self, found: Sequence[tuple[Array, Array | None]]) -> Eigen:
+        """The eigenvalues and eigenvectors of both factors, from what was computed."""
+        eigen: Eigen = {}
+        for name, (values, vectors) in zip(("inputs", "outputs"), found, strict=True):
+            eigen[f"{name}_values"] = values
+            if vectors is not None:
+                eigen[f"{name}_vectors"] = vectors
+        return eigen
+
+    def eigen(self, inputs: Array, outputs: Array) -> Eigen:
+        """The eigenvalues and eigenvectors of both factors."""
+        return self.eigen_of(computed(self.eigen_tasks(inputs, outputs)))
+
+    def eigenvalues(self, eigen: Eigen) -> Array:
+        """All eigenvalues of the product, in the shape (..., inputs, outputs)."""
+        return eigen["inputs_values"][..., :, None] * eigen["outputs_values"][..., None, :]
+
+    def multiply_power(
+        self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float | int
+    ) -> Array:
+        """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
+        weight = per_matrix(identity_weight, 2, x.dtype)
+        sides = {
+            name: told_from_zero(eigen[name], identity_weight, power)
+            for name in ("inputs_values", "outputs_values")
+        }
+        values = spectral_power(self.eigenvalues(sides) + weight, power, axes=(-2, -1))
+        return from_basis(eigen, values * to_basis(eigen, x))
+
+
+def to_basis(eigen: Eigen, x: Array) -> Array:
+    """`x` in the basis of eigenvectors."""
+    if "inputs_vectors" in eigen:
+        x = jnp.matrix_transpose(eigen["inputs_vectors"]) @ x
+    return x @ eigen["outputs_vectors"] if "outputs_vectors" in eigen else x
+
+
+def from_basis(eigen: Eigen, x: Array) -> Array:
+    """What `to_basis` made of it, back."""
+    if "inputs_vectors" in eigen:
+        x = eigen["inputs_vectors"] @ x
+    return x @ jnp.matrix_transpose(eigen["outputs_vectors"]) if "outputs_vectors" in eigen else x

@@ -1,0 +1,1 @@
+"""Patches of a convolution's inputs, and their moments."""

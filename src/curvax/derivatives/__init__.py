@@ -1,0 +1,1 @@
+"""Jacobians, Hessians and related matrices, computed in blocks, in memory or on disk."""

@@ -1,0 +1,1 @@
+"""Matrices that are written to disk block by block and survive interruptions."""

@@ -1,0 +1,175 @@
+"""`fisher_information`: the sum of outer products of scores, a microbatch of data at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from curvax._tree import leaf_name
+from curvax._types import Array, Fun, PyTree
+from curvax.derivatives.block_options import BlockOptions
+from curvax.derivatives.column_sharding import Devices
+from curvax.derivatives.flat_point import Point, as_arrays
+from curvax.derivatives.traced_function import TracedFunction, advised, has_derivative, raised
+from curvax.devices.mesh_axis import Axis
+from curvax.maps.accumulators import AccumulationType
+from curvax.maps.microbatch import microbatch
+from curvax.memory.budget import Budget
+from curvax.memory.compiled import Objective
+
+__all__ = ["fisher_information"]
+
+
+def fisher_information(
+    loglike: Fun,
+    x: PyTree,
+    data: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+) -> tuple[Array, Callable[[Array], PyTree]]:
+    """The empirical Fisher information: the sum over data of outer products of scores.
+
+    Equal to
+
+        scores = jax.vmap(lambda d: ravel(jax.grad(loglike)(x, d)))(data)
+        return scores.T @ scores, unflatten
+
+    except that the scores of one microbatch exist at a time.
+
+    Arguments:
+        loglike: the log-likelihood of one example, a real scalar function of `x` and the example.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        data: a pytree of arrays with examples along their leading axes.
+        nbatches: the number of microbatches.
+        jit: whether to compile.
+        checkpoint: as in `hessian`.
+        batch_size: the number of examples in a microbatch, in place of `nbatches`.
+        memory_budget: as in `hessian`.
+        objective: as in `hessian`.
+        mesh: devices among which examples are split, evenly. Each computes the sum over its share
+            in microbatches, and sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+
+    Returns:
+        `(F, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
+        a vector of n numbers a pytree like `x`. On a mesh `F` is whole on every device.
+
+    Raises:
+        ValueError: if there are more batches than examples, arrays of `data` disagree in length,
+            two sizes are given, a budget or a mesh with `jit=False`, or the number of devices does
+            not divide the number of examples.
+        TypeError: if `x` is not real floating-point, or `loglike` no real scalar.
+        MemoryBudgetError: if not even single examples fit the budget.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loglike = lambda mean, y: -0.5 * jnp.sum((y - mean) ** 2)
+        >>> F, unflatten = curvax.fisher_information(loglike, jnp.zeros(2), jnp.eye(3, 2))
+        >>> F
+        Array([[1., 0.],
+               [0., 1.]], dtype=float32)
+    """
+    where = "curvax.fisher_information"
+    devices = Devices.of(mesh, axis, False, where)
+    point, x = Point.of(x, where), as_arrays(x)
+    num_examples = _num_examples(data, where)
+    if devices.axis is not None:
+        devices.axis.check_divides(num_examples, "data", where)
+    options = BlockOptions.of(
+        devices.share(num_examples),
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        devices=devices,
+        what="examples",
+    )
+    traced = _traced(loglike, x, data, where)
+
+    def build(functions: Sequence[Fun], size: int, limits: Sequence[int] | None) -> Fun:
+        (f,) = functions
+        g = jax.checkpoint(f) if checkpoint else f
+
+        def products(x: PyTree, data: PyTree) -> Array:
+            score = lambda example: point.flatten(jax.grad(g)(x, example))
+            scores = jax.vmap(score)(data)
+            return scores.T @ scores
+
+        return microbatch(
+            products,
+            1,
+            size,
+            AccumulationType.SUM,
+            num_real_microbatches=limits[0] if limits else None,
+            order="contiguous",
+            mesh=mesh,
+            axis=axis,
+        )
+
+    # Only on one device are the first microbatches the first examples, and can be timed apart.
+    key, rehearsed = (checkpoint, devices), mesh is None
+    with advised(where, *_forward_advice(traced, x, data)):
+        F = options.run([traced], build, x, data, key=key, rehearsed=rehearsed)
+    return F, point.unflatten
+
+
+def _traced(loglike: Fun, x: PyTree, data: PyTree, where: str) -> TracedFunction:
+    """The log-likelihood of one example, checked to be one real number."""
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+    traced = TracedFunction.of(loglike, x, example)
+    returned = traced.outputs
+    real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
+    if not real or returned.shape != ():
+        raise TypeError(
+            f"{where}: loglike must return a real floating-point scalar for an example, got "
+            f"{returned}."
+        )
+    return traced
+
+
+def _forward_advice(
+    loglike: TracedFunction, x: PyTree, data: PyTree
+) -> tuple[Callable[[], Exception | None], Callable[[], str | None]]:
+    """Why there are no scores, and what to do then."""
+    f = loglike.with_consts(loglike.consts)
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+
+    def advice() -> str | None:
+        forward = lambda x, example: jax.jvp(lambda x: f(x, example), (x,), (x,))[1]
+        if not has_derivative(forward, x, example):
+            return None
+        return (
+            "loglike has no derivative in reverse mode, but it has one in forward mode: with S, "
+            "unflatten = curvax.jacobian(lambda x: jax.vmap(loglike, (None, 0))(x, data), x, "
+            "mode='forward'), the matrix is S.T @ S."
+        )
+
+    return lambda: raised(jax.grad(f), x, example), advice
+
+
+def _num_examples(data: Any, where: str) -> int:
+    sizes = {
+        leaf_name("data", path): jnp.shape(leaf)[:1]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(data)
+    }
+    if not sizes or () in sizes.values() or len(set(sizes.values())) > 1:
+        listed = ", ".join(
+            f"{name} has {size[0] if size else 'no axis'}" for name, size in sizes.items()
+        )
+        raise ValueError(
+            f"{where}: data must be arrays with the same number of examples along their leading "
+            f"axes, but {listed or 'there are none'}."
+        )
+    return next(iter(sizes.values()))[0]

@@ -1,0 +1,188 @@
+"""`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.derivatives.block_options import BlockOptions, solve
+from curvax.derivatives.column_sharding import Devices
+from curvax.derivatives.columns import BlockProblem, Part
+from curvax.derivatives.flat_point import Point, as_arrays
+from curvax.derivatives.traced_function import TracedFunction, advised, has_derivative, why_not
+from curvax.devices.mesh_axis import Axis
+from curvax.memory.budget import Budget
+from curvax.memory.compiled import Objective
+
+__all__ = ["gauss_newton"]
+
+
+def gauss_newton(
+    f: Fun,
+    x: PyTree,
+    weight: Array | Callable[[PyTree], PyTree] | None = None,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+    progress: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
+) -> tuple[Array, Callable[[Array], PyTree]]:
+    """The Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
+
+    Equal to
+
+        J, unflatten = jacobian(lambda x: ravel(f(x)), x)
+        return J.T @ W @ J, unflatten
+
+    except that `J` is never held: a block of columns goes through the linearised `f`, the weight,
+    and the transpose of the linearised `f`.
+
+    Arguments:
+        f: a function of a pytree, to a real array or a pytree of these: m residuals in all.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        weight: None for no weight; m weights, as a vector or in the shape of a single residual
+            array; an (m, m) matrix; or a function that applies W to a pytree like the residuals.
+        nbatches: the number of blocks, as in `hessian`.
+        jit: whether to compile.
+        checkpoint: as in `hessian`.
+        batch_size: the number of columns in a block, in place of `nbatches`.
+        memory_budget: as in `hessian`.
+        objective: as in `hessian`.
+        progress: whether to show a progress bar of blocks.
+        mesh: devices among which columns are split. Each computes its share of them in blocks, and
+            sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether `G` shall be whole on every device.
+
+    Returns:
+        `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
+        a vector of n numbers a pytree like `x`.
+
+        On a mesh `G` is split along its last axis. It is whole on every device with `replicated`,
+        and where the number of devices does not divide n.
+
+    Raises:
+        ValueError: as `hessian`; and if the weight does not fit the residuals.
+        TypeError: if `x` or a residual is not real floating-point, or the weight is not real or
+            returns something else than residuals.
+        MemoryBudgetError: as `hessian`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> residuals = lambda p: p[0] + p[1] * jnp.arange(3.0)
+        >>> G, unflatten = curvax.gauss_newton(residuals, jnp.zeros(2), jnp.array([1.0, 1.0, 2.0]))
+        >>> G
+        Array([[4., 5.],
+               [5., 9.]], dtype=float32)
+    """
+    where = "curvax.gauss_newton"
+    devices = Devices.of(mesh, axis, replicated, where)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
+    traced = TracedFunction.of(f, x)
+    residuals = Point.of(traced.outputs, where, "f(x)")
+    functions = [traced, _traced_weight(weight, residuals, where)] if callable(weight) else [traced]
+    given, apply = _weight(weight, residuals, where)
+    given = devices.checked("weight", given, where)
+
+    def problem(f: Fun, weight: Fun | None = None) -> BlockProblem:
+        def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
+            x, given = arguments
+            return (jax.linearize(jax.checkpoint(f) if checkpoint else f, x)[1], given), None
+
+        def column(prepared: Any, index: Size) -> Array:
+            push_forward, given = prepared
+            direction = point.direction(index)
+            pushed = push_forward(direction)
+            weighted = apply(given, pushed) if weight is None else weight(pushed)
+            (pulled_back,) = jax.linear_transpose(push_forward, direction)(weighted)
+            return point.flatten(pulled_back)
+
+        # The matrix is symmetric only if the weight is, so columns are put where columns belong.
+        return BlockProblem(prepare, (Part(point.size, column, -1),))
+
+    options = BlockOptions.of(
+        devices.share(point.size),
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        devices=devices,
+    )
+    bar = "gauss_newton" if progress else None
+
+    def lacking() -> Exception | None:
+        return why_not(problem(*(each.with_consts(each.consts) for each in functions)), (x, given))
+
+    def advice() -> str | None:
+        g = traced.with_consts(traced.consts)
+        forward = lambda x: jax.jvp(g, (x,), (x,))[1]
+        reverse = lambda x: jax.vjp(g, x)[1](g(x))
+        if not (has_derivative(forward, x) or has_derivative(reverse, x)):
+            return None
+        return (
+            "f has derivatives in one mode only, and products with this matrix take both. Its "
+            "Jacobian can be computed: with J, unflatten = curvax.jacobian(f, x), the matrix is "
+            "J.T @ J or J.T @ W @ J, for an f that returns one vector."
+        )
+
+    with advised(where, lacking, advice):
+        (matrix,), _ = solve(problem, functions, (x, given), options, key=checkpoint, progress=bar)
+    return matrix, point.unflatten
+
+
+def _weight(
+    weight: Any, residuals: Point, where: str
+) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
+    """The weight as an array, if it is one, and how to apply it to a pytree like the residuals."""
+    if weight is None or callable(weight):
+        return None, lambda _, tree: tree
+    array = jnp.asarray(weight)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{where}: weight is of type {array.dtype}, but residuals are real.")
+    size = residuals.size
+    by_shape = len(residuals.shapes) == 1 and array.shape == residuals.shapes[0]
+    if array.shape == (size, size) and not by_shape:
+        product = lambda array, vector: array @ vector
+    elif array.shape == (size,) or (by_shape and math.prod(array.shape) == size):
+        product = lambda array, vector: array.reshape(-1) * vector
+    else:
+        raise ValueError(
+            f"{where}: a weight for {size} residuals is a vector ({size},), a matrix ({size}, "
+            f"{size}) or a function, got an array of shape {array.shape}."
+        )
+
+    def apply(array: Array, tree: PyTree) -> PyTree:
+        vector = residuals.flatten(tree)
+        return residuals.unflatten(product(array.astype(vector.dtype), vector))
+
+    return array, apply
+
+
+def _traced_weight(weight: Fun, residuals: Point, where: str) -> TracedFunction:
+    """A weight that is a function, checked to return what it is given."""
+    pairs = zip(residuals.shapes, residuals.dtypes, strict=True)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
+    given = jax.tree.unflatten(residuals.structure, shapes)
+    traced = TracedFunction.of(weight, given)
+    returned = traced.outputs
+    described = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(returned)]
+    expected = [(shape.shape, shape.dtype) for shape in shapes]
+    if jax.tree.structure(returned) != residuals.structure or described != expected:
+        raise TypeError(
+            f"{where}: weight must return what it is given, a pytree like the residuals. It is "
+            f"given {given} and returns {returned}."
+        )
+    return traced

@@ -1,0 +1,275 @@
+"""`jacobian`: all first derivatives of a function, a block of columns or rows at a time."""
+
+import functools
+from collections.abc import Callable, Hashable
+from os import PathLike
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from curvax._tree import leaf_name
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.derivatives.block_options import BlockOptions, solve
+from curvax.derivatives.column_sharding import Devices
+from curvax.derivatives.columns import BlockProblem, Part
+from curvax.derivatives.disk.stream import stream
+from curvax.derivatives.flat_point import Point, as_arrays
+from curvax.derivatives.traced_function import (
+    TracedFunction,
+    advised,
+    linear_map,
+    value_shapes,
+    why_not,
+)
+from curvax.devices.mesh_axis import Axis
+from curvax.memory.budget import Budget
+from curvax.memory.compiled import FunctionCache, Objective
+
+__all__ = ["jacobian"]
+
+
+Mode: TypeAlias = Literal["auto", "forward", "reverse"]
+"""Columns by forward mode, rows by reverse mode, or what is cheaper."""
+
+REVERSE_COST = 1.5
+"""What a row by reverse mode costs, in columns by forward mode."""
+
+
+def jacobian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    memory_budget: Budget | None = None,
+    objective: Objective = "memory",
+    mode: Mode = "auto",
+    has_aux: bool = False,
+    progress: bool = False,
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    replicated: bool = False,
+) -> Any:
+    """The Jacobian of `f` at `x`, a block of it at a time.
+
+    Equal to
+
+        flat, unflatten = jax.flatten_util.ravel_pytree(x)
+        J = jax.jacobian(lambda flat: f(unflatten(flat)))(flat)
+        return J, unflatten
+
+    except that `f` is linearised once, and only one block of columns (or of rows, in reverse mode)
+    is computed at a time. It is compiled once for what `f` does and each shape of `x`.
+
+    Arguments:
+        f: a function of a pytree, to an array or a pytree of arrays.
+        x: a pytree of real floating-point arrays, of any dtypes.
+        nbatches: the number of blocks.
+        jit: whether to compile.
+        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
+            of remembering it: less memory, more time.
+        batch_size: the number of columns or rows in a block, in place of `nbatches`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included. With `out`, what it holds
+            while it computes a block.
+        objective: with a budget, "memory" takes the largest block that fits, "time" the fastest
+            of some.
+        mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers,
+            or the other one if `f` has no derivative in that mode.
+        has_aux: whether `f` returns `(value, aux)`.
+        progress: whether to show a progress bar of blocks.
+        out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
+            holds one of them. Stopped at any time and run again, it goes on where it was. Several
+            processes write to it together, if all of them make the call.
+        overwrite: whether `out` may replace a store that belongs to something else.
+        verify: whether to read what `out` has already and check it against its checksums. Without,
+            it is only checked that nothing is missing. Damaged blocks are computed again, with a
+            `DamagedStoreWarning`.
+        mesh: devices among which columns (or rows) are split. Each computes its share of them in
+            blocks, and sizes and budgets are for each.
+        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        replicated: whether `J` shall be whole on every device.
+
+    Returns:
+        `(J, unflatten)`, and with `has_aux` `(J, unflatten, aux)`. `J` is like what `f` returns,
+        with one more axis at the end of each array, over the n coordinates of `x` in the order of
+        `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
+
+        On a mesh each array is split along its last axis if columns are computed, and along its
+        first if rows are. It is whole on every device with `replicated`, and where the number of
+        devices does not divide the length of that axis. Of devices of several processes, each
+        process has its own part, `J.addressable_shards`; what all shall read goes to `out`.
+
+    Raises:
+        ValueError: if there are more batches than parameters (or rows), two sizes are given, a
+            budget or a mesh with `jit=False`, the store at `out` belongs to something else, the
+            mesh does not have the axis, `x` is committed to other devices, processes disagree on
+            shapes, or `f` has no derivative in the mode that was asked for.
+        TypeError: if `x` is not real floating-point, an output is not floating-point, or a complex
+            output meets reverse mode.
+        MemoryBudgetError: if not even blocks of one fit the budget.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> f = lambda p: p["rate"] * jnp.arange(3.0) + p["offset"]
+        >>> J, unflatten = curvax.jacobian(f, {"offset": 1.0, "rate": 2.0})
+        >>> J
+        Array([[1., 0.],
+               [1., 1.],
+               [1., 2.]], dtype=float32)
+    """
+    where = "curvax.jacobian"
+    if mode not in get_args(Mode):
+        raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
+    devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
+    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
+    traced = TracedFunction.of(f, x)
+    outputs = _outputs(traced, has_aux, where)
+    leaves, structure = jax.tree.flatten(outputs)
+
+    def by(reverse: bool, f: Fun) -> BlockProblem:
+        if reverse:
+            return _by_rows(f, point, outputs, checkpoint, has_aux)
+        return _by_columns(f, point, checkpoint, has_aux)
+
+    why_not_by = lambda reverse: why_not(by(reverse, traced.with_consts(traced.consts)), x)
+    reverse = _is_reverse(mode, leaves, out is not None, where)
+    if reverse is None:
+        cheaper = REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
+        reverse = _possible(traced, cheaper, why_not_by, (checkpoint, has_aux))
+    problem = functools.partial(by, reverse)
+    options = BlockOptions.of(
+        sum(devices.share(part.length) for part in problem(f).parts),
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        devices=devices,
+        # Whoever leaves the mode to us counts in parameters.
+        most=None if mode == "reverse" else devices.share(point.size),
+        what="rows" if mode == "reverse" else "parameters",
+    )
+
+    def other_mode() -> str | None:
+        if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
+            return None
+        lacking, there = ("reverse", "forward") if reverse else ("forward", "reverse")
+        if mode == "auto":  # The other one was ruled out.
+            return (
+                f"f has no derivative in {lacking} mode, and rows, by {there} mode, can be written "
+                f"to disk only if f returns one array with one axis. Let it return such an array, "
+                f"or leave out=None."
+            )
+        return (
+            f"f has no derivative in {lacking} mode, but it has one in {there} mode: use "
+            f"mode={there!r}, or mode='auto', which finds out."
+        )
+
+    with advised(where, lambda: why_not_by(reverse), other_mode):
+        if out is not None:
+            arrays, aux = stream(
+                problem(traced.untraced()), x, options, out, overwrite, verify, progress
+            )
+        else:
+            bar = "jacobian" if progress else None
+            key = checkpoint, reverse, has_aux
+            parts, aux = solve(problem, [traced], x, options, key=key, progress=bar)
+            arrays = jax.tree.leaves(parts)
+    J = jax.tree.unflatten(structure, arrays)
+    return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
+
+
+def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:
+    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+        return linear_map(jax.linearize, jax.checkpoint(f) if checkpoint else f, x, has_aux)
+
+    def column(push_forward: Any, index: Size) -> PyTree:
+        return push_forward(point.direction(index))
+
+    return BlockProblem(prepare, (Part(point.size, column, -1),))
+
+
+def _by_rows(
+    f: Fun, point: Point, outputs: PyTree, checkpoint: bool, has_aux: bool
+) -> BlockProblem:
+    leaves, structure = jax.tree.flatten(outputs)
+
+    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+        return linear_map(jax.vjp, jax.checkpoint(f) if checkpoint else f, x, has_aux)
+
+    def part(number: int) -> Part:
+        leaf = leaves[number]
+
+        def row(pull_back: Any, index: Size) -> Array:
+            unit = (jnp.arange(leaf.size, dtype=jnp.int32) == index).astype(leaf.dtype)
+            cotangents = [jnp.zeros(other.shape, other.dtype) for other in leaves]
+            cotangents[number] = unit.reshape(leaf.shape)
+            (gradient,) = pull_back(jax.tree.unflatten(structure, cotangents))
+            return point.flatten(gradient).astype(leaf.dtype)
+
+        return Part(leaf.size, row, shape=leaf.shape)
+
+    return BlockProblem(prepare, tuple(map(part, range(len(leaves)))))
+
+
+def _outputs(f: TracedFunction, has_aux: bool, where: str) -> PyTree:
+    """The shapes of what `f` returns, checked to be something that has derivatives."""
+    returned = value_shapes(f, has_aux, where)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{where}: {leaf_name('f(x)', path)} is of type {leaf.dtype}, which has no "
+                f"derivative. Convert it to floating point, or return it as aux with has_aux=True."
+            )
+    return returned
+
+
+_reverse: FunctionCache[bool] = FunctionCache()
+
+
+def _possible(
+    f: TracedFunction,
+    cheaper: bool,
+    why_not: Callable[[bool], Exception | None],
+    key: Hashable,
+) -> bool:
+    """Whether to compute rows: if that is cheaper, unless `f` has only the other derivative."""
+
+    def try_both() -> bool:
+        return cheaper if why_not(cheaper) is None or why_not(not cheaper) else not cheaper
+
+    return try_both() if f.key is None else _reverse.get(f.fun, (f.key, cheaper, key), try_both)
+
+
+def _is_complex(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+
+
+def _is_reverse(mode: Mode, leaves: Any, to_disk: bool, where: str) -> bool | None:
+    """Whether to compute rows, by what was asked for; None if both may be."""
+    complex_ = [leaf.dtype for leaf in leaves if _is_complex(leaf)]
+    # On disk a block of rows has to be a block of one axis.
+    awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
+    if mode == "reverse" and complex_:
+        raise TypeError(
+            f"{where}: f returns {complex_[0]}, and rows of complex outputs are not defined by "
+            f"JAX's reverse mode. Use mode='forward', or return real and imaginary parts."
+        )
+    if mode == "reverse" and awkward:
+        raise ValueError(
+            f"{where}: rows can be written to disk if f returns one array with one axis. Use "
+            f"mode='forward', or let f return such an array."
+        )
+    if mode != "auto" or complex_ or awkward:
+        return mode == "reverse"
+    return None

@@ -1,0 +1,1 @@
+"""Meshes: axes, placement of arrays, and work that is divided among devices."""

@@ -1,0 +1,227 @@
+"""`MeshAxis`: the devices along an axis of a mesh, and functions that run on all of them.
+
+A function that takes `mesh=` cuts its work into as many parts as there are devices along one axis
+(or several), runs on each device with its part by `jax.shard_map`, and puts the results together.
+What is cut, and how results are put together, is said by partition specs, as everywhere in JAX.
+Devices along other axes of the mesh do the same as their neighbours.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from curvax import _jax
+from curvax._tree import leaf_name
+from curvax._types import Array, PyTree
+
+__all__ = ["Axis", "MeshAxis"]
+
+
+Axis = str | Sequence[str]
+"""The name of an axis of a mesh, or of several that count as one."""
+
+_CLOSED_OVER = (
+    "curvax: if the function closes over an array that is on a mesh with Explicit axes, pass it as "
+    "an argument instead; JAX cannot close over such arrays in what runs on several devices."
+)
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """The axes of a mesh among whose devices something is split."""
+
+    mesh: Mesh
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Any, axis: Any, where: str, replicated: bool = False) -> "MeshAxis | None":
+        """What the user gave as `mesh`, `axis` and `replicated`. None is no mesh."""
+        if mesh is None:
+            if axis is not None:
+                raise ValueError(f"{where}: axis={axis!r} is an axis of a mesh; give mesh as well.")
+            if replicated:
+                raise ValueError(
+                    f"{where}: replicated=True asks for results on every device of a mesh; give "
+                    f"mesh as well."
+                )
+            return None
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"{where}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
+                f" makes; got {type(mesh).__name__}."
+            )
+        if axis is None:
+            if len(mesh.axis_names) != 1:
+                raise ValueError(
+                    f"{where}: the mesh has the axes {mesh.axis_names}; say along which the work "
+                    f"is to be split, with axis=."
+                )
+            return cls(mesh, tuple(mesh.axis_names))
+        is_one = isinstance(axis, str) or not isinstance(axis, Sequence)
+        names: tuple[Any, ...] = (axis,) if is_one else tuple(axis)
+        missing = [name for name in names if name not in mesh.axis_names]
+        if missing or not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"{where}: axis={axis!r} must name one or more axes of the mesh, which has "
+                f"{mesh.axis_names}."
+            )
+        return cls(mesh, names)
+
+    @property
+    def count(self) -> int:
+        """How many devices there are along it."""
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def count_here(self) -> int:
+        """How many of these parts are those of devices of this process."""
+        axes = [self.mesh.axis_names.index(name) for name in self.names]
+        each = np.ndenumerate(self.mesh.devices)
+        here = [place for place, device in each if device.process_index == jax.process_index()]
+        return len({tuple(place[axis] for axis in axes) for place in here})
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes have a part of the mesh."""
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
+    def spec(self, position: int | None) -> PartitionSpec:
+        """The spec of an array that is split along this axis of its own; None: that is whole."""
+        if position is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * position, self.names)
+
+    def sharding(self, position: int | None) -> NamedSharding:
+        """As `spec`, with the mesh."""
+        return NamedSharding(self.mesh, self.spec(position))
+
+    def index(self) -> Array:
+        """The number of the device that asks, in a function that runs on all."""
+        return lax.axis_index(self.names)
+
+    def sum(self, x: Array) -> Array:
+        """The sum of what the devices have, in a function that runs on all."""
+        return lax.psum(x, self.names)
+
+    def stacked(self, x: Array) -> Array:
+        """What each device has, along a new first axis, in a function that runs on all."""
+        return self.joined(x[None], 0)
+
+    def joined(self, x: Array, position: int) -> Array:
+        """The parts of an array that is split along this axis of its own, put together."""
+        if _jax.can_transpose_gather(x):
+            return lax.all_gather(x, self.names, axis=position, tiled=True)
+        length = x.shape[position]
+        shape = (*x.shape[:position], self.count * length, *x.shape[position + 1 :])
+        own = lax.dynamic_update_slice_in_dim(
+            _jax.filled_like(x, shape=shape), x, self.index() * length, position
+        )
+        return self.sum(own).astype(x.dtype)
+
+    def on_all(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`fun` on all devices at once, each with its part of arguments and results.
+
+        Specs are as for `jax.shard_map`: of all arguments, a tuple of pytrees that may be prefixes.
+        They are about the axes along which work is split. How arrays are split along others is
+        left to them.
+        """
+
+        def call(*args: Any) -> Any:
+            around = jax.sharding.get_abstract_mesh()
+            mesh: Any = around if AxisType.Manual in around.axis_types else self.mesh
+            if AxisType.Explicit in mesh.axis_types:
+                # Arrays say in their types how they are split, and must say what specs do.
+                args = tuple(self._typed(mesh, *pair) for pair in zip(in_specs, args, strict=True))
+            options: Any = {"mesh": mesh, "axis_names": set(self.names), "check_vma": False}
+            mapped = jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, **options)
+            try:
+                return mapped(*args)
+            except (NotImplementedError, ValueError) as error:
+                if AxisType.Explicit in mesh.axis_types and "Explicit" in str(error):
+                    error.add_note(_CLOSED_OVER)
+                raise
+
+        # Only compiled programs can leave other axes of the mesh alone.
+        return jax.jit(call)
+
+    def _typed(self, mesh: Any, specs: Any, tree: PyTree) -> PyTree:
+        """The arrays of a tree, split as specs say by their types, and as they were besides."""
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+        def entry(wanted: Any, found: Any) -> tuple[str, ...]:
+            others = [name for name in _names(found) if name not in self.names]
+            return tuple(n for n in (*_names(wanted), *others) if kinds[n] is AxisType.Explicit)
+
+        def reshard(spec: PartitionSpec, x: Array) -> Array:
+            found = getattr(jax.typeof(x).sharding, "spec", ())
+            pairs = zip(*([*s, *[None] * (x.ndim - len(s))] for s in (spec, found)), strict=True)
+            to = PartitionSpec(*(entry(*pair) or None for pair in pairs))
+            return jax.sharding.reshard(x, NamedSharding(mesh, to))
+
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda x: reshard(spec, x), part),
+            specs,
+            tree,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+    def check_outside(self, where: str) -> None:
+        """Check that this is not called by a function that runs on all devices already."""
+        around = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+        manual = [name for name, kind in kinds.items() if kind is AxisType.Manual]
+        inside = [name for name in self.names if name in manual]
+        if inside:
+            raise ValueError(
+                f"{where}: mesh= splits work along {self.names}, but is called inside of a "
+                f"jax.shard_map over {tuple(manual)}, where each device has its part already. "
+                f"Leave mesh out there, or call it outside."
+            )
+        if manual and dict(around.shape) != dict(self.mesh.shape):
+            raise ValueError(
+                f"{where}: the mesh has the axes {dict(self.mesh.shape)}, but this is called "
+                f"inside of a jax.shard_map over {tuple(manual)} of another mesh, which has "
+                f"{dict(around.shape)}. Use one mesh for both."
+            )
+
+    def check_divides(
+        self, length: int, what: str, where: str, *, is_of_process: bool = False
+    ) -> None:
+        """Check that as many can be dealt out evenly: among all devices, or this process's own."""
+        count = self.count_here if is_of_process else self.count
+        if length % count:
+            lower = length - length % count
+            one_of = f"{lower} or {lower + count}" if lower else f"{count}"
+            raise ValueError(
+                f"{where}: {what} is split evenly among {count} devices of "
+                f"{'this process' if is_of_process else 'the mesh'}, but has {length} examples, "
+                f"which {count} does not divide. Use {one_of}."
+            )
+
+    def check_placement(self, name: str, tree: PyTree, where: str) -> None:
+        """Check that arrays of which it is said where they are, are on the devices of the mesh."""
+        devices = set(self.mesh.devices.flat)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(leaf, jax.Array) or _jax.is_tracer(leaf) or not leaf.committed:
+                continue
+            if leaf.sharding.device_set != devices:
+                found = sorted(map(str, leaf.sharding.device_set))
+                raise ValueError(
+                    f"{where}: {leaf_name(name, path)} is committed to {', '.join(found[:4])}"
+                    f"{', …' if len(found) > 4 else ''}, which is not where the mesh is "
+                    f"({len(devices)} devices). Move it there by jax.device_put(…, jax.sharding."
+                    f"NamedSharding(mesh, jax.sharding.PartitionSpec()))."
+                )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The names of the axes in an entry of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,1 @@
+"""Layers of a model: tags, detection, the registration report, and derivatives at layers."""

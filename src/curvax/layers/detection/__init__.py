@@ -1,0 +1,1 @@
+"""Detection of layers in a traced program."""

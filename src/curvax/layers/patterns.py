@@ -1,0 +1,249 @@
+"""Layers of the user's own: a small function to look for in a program.
+
+A `GraphPattern` is found where the program computes what the pattern's function computes, operation
+by operation, from a value of the program and parameters. Which operations count as the same is up
+to a `GraphMatcherComparator`. The default patterns stand for what is found by meaning (`_find`):
+they say what it is called, so that it can be left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from curvax._types import Fun, PyTree
+from curvax.layers.detection.program import (
+    Constant,
+    Node,
+    Operand,
+    Program,
+    Variable,
+    trace_program,
+)
+from curvax.layers.tags import LayerTag, conv2d_tag, dense_tag, scale_and_shift_tag
+
+__all__ = ["DEFAULT_GRAPH_PATTERNS", "GraphMatcherComparator", "GraphPattern", "Match", "matches"]
+
+
+class GraphMatcherComparator:
+    """Says whether an operation of a program is that of a pattern.
+
+    Two operations are the same if they have the same name and the same parameters, but for those
+    that say how large arrays are, how precisely to compute, and where (`ignored`). The operands of
+    those that commute may be in either order. Subclass it to compare otherwise.
+    """
+
+    ignored: frozenset[str] = frozenset(
+        {
+            "shape",
+            "new_sizes",
+            "sharding",
+            "out_sharding",
+            "out_type",
+            "preferred_element_type",
+            "precision",
+            "accuracy",
+            "weak_type",
+            "slice_sizes",
+            "limit_indices",
+            "stacked",
+        }
+    )
+    commuting: frozenset[str] = frozenset({"add", "mul", "max", "min", "add_any"})
+
+    def are_alike(self, pattern: Any, equation: Any) -> bool:
+        """Whether two equations of jaxprs are the same operation."""
+        if pattern.primitive is not equation.primitive:
+            return False
+        names = {*pattern.params, *equation.params} - self.ignored
+        return all(_same(pattern.params.get(name), equation.params.get(name)) for name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPattern:
+    """A kind of layer to look for.
+
+    Arguments:
+        name: what it is called, in reports and in `patterns_to_skip`.
+        tag_primitive: the `LayerTag` for it.
+        compute_func: the function `compute_func(inputs, params)` to look for; `params` is a
+            sequence of parameters. It returns the output of the layer.
+        parameters_extractor_func: from the equations that were found, last first, the constants
+            that the tag is called with.
+        example_args: example values of `inputs` and `params`, for their numbers of axes.
+        in_values_preprocessor: from the inputs and the parameters that were found, all arrays in
+            one sequence, the sequence that the tag is called with after the output. By default
+            these themselves.
+    """
+
+    name: str
+    tag_primitive: LayerTag
+    compute_func: Fun
+    parameters_extractor_func: Callable[[Sequence[Any]], Mapping[str, Any]]
+    example_args: Sequence[PyTree]
+    in_values_preprocessor: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    is_default: bool = field(default=False, kw_only=True)
+    """Whether it is one of the patterns that are found by meaning."""
+
+    def program(self) -> tuple[Program, int]:
+        """The program to look for, and how many of its inputs are no parameters."""
+        program, _ = trace_program(self.compute_func, *self.example_args)
+        return program, len(jax.tree.leaves(self.example_args[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A place where a pattern was found."""
+
+    pattern: GraphPattern
+    nodes: Sequence[Node]
+    output: Variable
+    inputs: Sequence[Operand]
+    params: Sequence[Operand]
+
+
+def matches(
+    pattern: GraphPattern,
+    program: Program,
+    params: Callable[[Operand], bool],
+    comparator: GraphMatcherComparator,
+) -> list[Match]:
+    """Where the pattern is found in a program or the bodies in it, with parameters in their places.
+
+    `params` says whether an operand is a parameter.
+    """
+    wanted, num_inputs = pattern.program()
+    (last,) = wanted.outputs
+    found: list[Match] = []
+    for frame in _frames(program):
+        made_by: dict[Operand, Node] = {o: node for node in frame.nodes for o in node.outputs}
+        pattern_made_by: dict[Operand, Node] = {
+            o: node for node in wanted.nodes for o in node.outputs
+        }
+        for node in frame.nodes:
+            if len(node.outputs) != 1:
+                continue
+            matcher = _Matcher(pattern_made_by, made_by, comparator)
+            bound = matcher.unify(last, node.outputs[0], _Bound({}, ()))
+            if bound is None or not all(v in bound.operands for v in wanted.inputs):
+                continue
+            operands = [bound.operands[v] for v in wanted.inputs]
+            if all(map(params, operands[num_inputs:])):
+                found.append(
+                    Match(
+                        pattern,
+                        bound.nodes,
+                        node.outputs[0],
+                        operands[:num_inputs],
+                        operands[num_inputs:],
+                    )
+                )
+    return found
+
+
+def _frames(program: Program) -> list[Program]:
+    return [program, *(n.body for n in program.all_nodes() if n.body is not None)]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Which operands stand for those of the pattern, and the nodes that were matched so far."""
+
+    operands: dict[Operand, Operand]
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    pattern_made_by: dict[Operand, Node]
+    made_by: dict[Operand, Node]
+    comparator: GraphMatcherComparator
+
+    def unify(self, wanted: Operand, operand: Operand, bound: _Bound) -> _Bound | None:
+        """`bound`, with the operand for the wanted one; None if that cannot be."""
+        if isinstance(wanted, Constant):
+            known = isinstance(operand, Constant) and _same(wanted.value, operand.value)
+            return bound if known else None
+        if wanted in bound.operands:
+            return bound if bound.operands[wanted] is operand else None
+        here = _Bound({**bound.operands, wanted: operand}, bound.nodes)
+        made = self.pattern_made_by.get(wanted)
+        if made is None:  # An input of the pattern.
+            return here if len(wanted.shape) == len(operand.shape) else None
+        node = self.made_by.get(operand)
+        if node is None or not self.comparator.are_alike(made.equation, node.equation):
+            return None
+        here = _Bound(here.operands, (*here.nodes, node))
+        orders = [node.inputs]
+        if node.name in self.comparator.commuting:
+            orders.append(node.inputs[::-1])
+        for order in orders:
+            result: _Bound | None = here
+            for mine, theirs in zip(made.inputs, order, strict=True):
+                result = None if result is None else self.unify(mine, theirs, result)
+            if result is not None:
+                return result
+        return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    arrays = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in (a, b)]
+    if any(arrays):
+        return jnp.shape(a) == jnp.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
+    return type(a) is type(b) and a == b
+
+
+def _default(
+    name: str, tag: LayerTag, compute: Fun, inputs: tuple[int, ...], *params: tuple[int, ...]
+) -> GraphPattern:
+    example = np.zeros(inputs, np.float32), [np.zeros(shape, np.float32) for shape in params]
+    return GraphPattern(name, tag, compute, lambda _: {}, example, is_default=True)
+
+
+def _dense(x: Any, params: Sequence[Any]) -> Any:
+    w, *b = params
+    return jnp.dot(x, w) + b[0] if b else jnp.dot(x, w)
+
+
+def _conv2d(x: Any, params: Sequence[Any]) -> Any:
+    w, *b = params
+    layout = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
+    return y + b[0] if b else y
+
+
+def _scale_and_shift(x: Any, params: Sequence[Any]) -> Any:
+    scale, shift = params
+    return x * scale + shift
+
+
+def _normalization_haiku(x: Any, params: Sequence[Any]) -> Any:
+    scale, shift = params
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
+    return (scale * inverse) * centred + shift
+
+
+DEFAULT_GRAPH_PATTERNS: tuple[GraphPattern, ...] = (
+    _default("dense_with_bias", dense_tag, _dense, (11, 13), (13, 7), (7,)),
+    _default("dense_no_bias", dense_tag, _dense, (11, 13), (13, 7)),
+    _default("conv2d_with_bias", conv2d_tag, _conv2d, (2, 8, 8, 5), (3, 3, 5, 4), (4,)),
+    _default("conv2d_no_bias", conv2d_tag, _conv2d, (2, 8, 8, 5), (3, 3, 5, 4)),
+    *(
+        _default(f"{name}_broadcast_{k}", scale_and_shift_tag, compute, (2,) * k + (13,), *shapes)
+        for name, compute, shapes in (
+            ("scale_and_shift", _scale_and_shift, ((13,), (13,))),
+            ("normalization_haiku", _normalization_haiku, ((13,), (13,))),
+            ("scale_only", lambda x, params: x * params[0], ((13,),)),
+            ("shift_only", lambda x, params: x + params[0], ((13,),)),
+        )
+        for k in (1, 0)
+    ),
+)
+"""The layers that are found by meaning, under the names that `patterns_to_skip` takes."""

@@ -1,0 +1,467 @@
+"""What a function's parameters and losses are registered as.
+
+`register` traces a function, keeps what its losses are computed from, finds the layers in that and
+checks that nothing was lost. Everything else in this package and above it starts from a
+`Registration`.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvax import _jax
+from curvax._tag import Tag
+from curvax._types import Array, Fun, PyTree, TreeDef
+from curvax.layers.detection.example_axes import ExamplesInProgram, follow_examples, same_examples
+from curvax.layers.detection.examples import Examples, find_examples, find_interaction
+from curvax.layers.detection.layers import Layer, build_layers
+from curvax.layers.detection.program import (
+    Node,
+    Operand,
+    Program,
+    Variable,
+    needed_for,
+    reached_from,
+    read,
+)
+from curvax.layers.detection.replay import run
+from curvax.layers.detection.tagging import TagSites, examples_of_tag, is_loss, tag_generic
+from curvax.layers.detection.uses import find_uses
+from curvax.layers.patterns import (
+    DEFAULT_GRAPH_PATTERNS,
+    GraphMatcherComparator,
+    GraphPattern,
+    matches,
+)
+from curvax.losses.tag import noted_registrations
+
+__all__ = [
+    "Options",
+    "Registration",
+    "RegistrationError",
+    "TaggedFunction",
+    "auto_register_tags",
+    "check_reached",
+    "check_tags",
+    "register",
+    "registers_loss",
+    "registration_options",
+]
+
+
+class RegistrationError(ValueError):
+    """Parameters or losses could not be registered as was asked for."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to look for layers."""
+
+    only_generic: bool = False
+    skipped: tuple[str, ...] = ()
+    patterns: tuple[GraphPattern, ...] = DEFAULT_GRAPH_PATTERNS
+    comparator: GraphMatcherComparator = field(default_factory=GraphMatcherComparator)
+    through_custom: bool = False
+    strict: bool = False
+
+    @property
+    def all_skipped(self) -> set[str]:
+        """The names of what is not looked for, also because its pattern was left out."""
+        given = {pattern.name for pattern in self.patterns}
+        missing = {pattern.name for pattern in DEFAULT_GRAPH_PATTERNS} - given
+        further = set() if any(p.is_default for p in self.patterns) else _WITHOUT_PATTERN
+        return {*self.skipped, *missing, *further}
+
+
+_WITHOUT_PATTERN = {"embedding", "conv_with_bias", "conv_no_bias"}
+"""What is found by meaning beyond the default patterns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Registration:
+    """The layers and the losses of a function, at arguments of certain shapes."""
+
+    whole: Program
+    needed: Program
+    in_tree: TreeDef
+    out_tree: TreeDef
+    params_range: range
+    """Which of the inputs are parameters."""
+    names: tuple[str, ...]
+    """The parameters, by their paths."""
+    layers: Sequence[Layer]
+    losses: Sequence[Node]
+    examples: ExamplesInProgram
+    closes_over_tracers: bool
+
+    @property
+    def params(self) -> Sequence[Variable]:
+        """The parameters."""
+        return [self.whole.inputs[number] for number in self.params_range]
+
+    @functools.cached_property
+    def interaction(self) -> str | None:
+        """The operation by which what is computed for one example depends on others, if any."""
+        return find_interaction(self.needed, self.examples.examples)
+
+    def run(self, leaves: Sequence[Array]) -> PyTree:
+        """The function itself, with its layers tagged."""
+        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.examples))
+        return jax.tree.unflatten(self.out_tree, outputs)
+
+    def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
+        """Only what its losses depend on, of each loss; inside of loops, of each step."""
+        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.examples))
+        return tuple(tuple(collected[node]) for node in self.losses)
+
+    def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
+        start, stop = self.params_range.start, self.params_range.stop
+        params = tag_generic(self.layers, leaves[start:stop])
+        return [*leaves[:start], *params, *leaves[stop:]]
+
+
+def register(
+    func: Fun, func_args: Sequence[PyTree], params_index: int, options: Options, where: str
+) -> Registration:
+    """Find the layers and losses of `func` at arguments like these."""
+    args = tuple(func_args)
+    if not -len(args) <= params_index < len(args):
+        raise ValueError(
+            f"{where}: params_index={params_index} is out of range of {len(args)} arguments."
+        )
+    params_index %= len(args)
+    _check_real(args[params_index], where)
+    with noted_registrations() as noted:
+        closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
+    program = read(closed)
+    losses = [node for node in program.all_nodes() if is_loss(node)]
+    check_tags(program, options.through_custom, where)
+    _check_losses(losses, noted, where)
+    before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
+    needed = needed_for(program, is_loss)
+    _check_references(needed, where)
+    params_range = range(before, before + len(paths))
+    params = [program.inputs[number] for number in params_range]
+    generic = options.only_generic
+    examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
+    reached = check_reached(needed, losses, params, options.through_custom, where)
+    followed = follow_examples(needed, params, examples, reached)
+    examples.followed = followed.rows
+    located = ExamplesInProgram(needed, examples, followed)
+    found = find_uses(needed, params, options.through_custom, examples)
+    found.leave_out(reached)
+    matched = [
+        match
+        for pattern in options.patterns
+        if not pattern.is_default and pattern.name not in options.skipped
+        for match in matches(pattern, needed, found.is_param, options.comparator)
+    ]
+    layers = [
+        replace(layer, examples=_remark_on_examples(layer, located))
+        for layer in build_layers(found, options.all_skipped, options.only_generic, matched)
+    ]
+    registration = Registration(
+        program,
+        needed,
+        jax.tree.structure(args),
+        jax.tree.structure(shapes),
+        params_range,
+        tuple(map(jax.tree_util.keystr, paths)),
+        layers,
+        losses,
+        located,
+        any(map(_jax.is_tracer, closed.consts)),
+    )
+    if options.strict:
+        _check_structured(registration, where)
+    return registration
+
+
+def _remark_on_examples(layer: Layer, located: ExamplesInProgram) -> str:
+    if layer.is_generic:
+        return ""
+    at = [located.at_site(site) for site in layer.sites]
+    at += [examples_of_tag(located, node) for node in layer.tagged]
+    at += [located.at_tag(m.nodes[0], m.nodes[0].outputs[0]) for m in layer.matched]
+    groups = same_examples(at)
+    if isinstance(groups, str):
+        return groups
+    return next((each.remark for each in at if each.remark), "")
+
+
+def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
+    """Whether a function registers a loss, or tries to, when it is called."""
+    with noted_registrations() as noted:
+        closed = jax.make_jaxpr(func)(*func_args)
+    return bool(noted) or any(is_loss(node) for node in read(closed).all_nodes())
+
+
+def _check_real(params: PyTree, where: str) -> None:
+    """All parameters are arrays that have derivatives."""
+    kind: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
+    wrong = [
+        f"{jax.tree_util.keystr(path)} ({kind(leaf) or type(leaf).__name__})"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if kind(leaf) is None or not jnp.issubdtype(kind(leaf), jnp.inexact)
+    ]
+    if wrong:
+        raise TypeError(
+            f"{where}: parameters are arrays of real or complex numbers, but {', '.join(wrong)} "
+            f"are not. Keep them out of the parameters, as with equinox.partition."
+        )
+
+
+def check_tags(program: Program, through_custom: bool, where: str) -> None:
+    """Tags are only where they can be used."""
+    for node in program.all_nodes():
+        hidden = node.kind == "opaque" or (node.kind == "custom" and not through_custom)
+        inner = _jax.equations_inside(node.equation) if hidden else ()
+        tags = {_described(x.primitive, x.params) for x in inner if isinstance(x.primitive, Tag)}
+        if not tags:
+            continue
+        inside = f"{where}: {', '.join(sorted(tags))} is inside of"
+        if node.kind == "opaque":
+            raise RegistrationError(
+                f"{inside} `{node.name}`, where it cannot be used. Register losses and layers "
+                f"outside of `cond`, `while` and `shard_map`; put a `shard_map` around curvax's "
+                f"functions instead."
+            )
+        raise RegistrationError(
+            f"{inside} `{_jax.function_name(node.equation)}`, which has derivatives of its own. "
+            f"Tag what it is called with and what it returns, or say "
+            f"through_custom_derivatives=True, which differentiates through its body."
+        )
+
+
+def _check_references(needed: Program, where: str) -> None:
+    """Check that no loss is computed from references, through which values cannot be followed."""
+    names = {node.name for node in needed.all_nodes() if _jax.reads_reference(node.equation)}
+    if names:
+        raise RegistrationError(
+            f"{where}: a loss is computed from mutable references (in {', '.join(sorted(names))}), "
+            f"as jax.new_ref makes them, and loops with the setting jax_scan3. Layers cannot be "
+            f"found behind these: compute with arrays, and leave jax_scan3 off."
+        )
+
+
+def check_reached(
+    program: Program,
+    losses: Sequence[Node],
+    params: Sequence[Variable],
+    through_custom: bool,
+    where: str,
+) -> set[Operand]:
+    """Check that each loss has a derivative in some parameter; return what has one of any loss."""
+    reached: set[Operand] = set()
+    constant: list[str] = []
+    for node in losses:
+        own = reached_from([node], program, through_custom)
+        reached |= own
+        if params and own.isdisjoint(params):
+            constant.append(_described(node.equation.primitive, node.params))
+    if constant:
+        raise RegistrationError(
+            f"{where}: the predictions of {', '.join(constant)} have no derivative in any "
+            f"parameter, so that there is no curvature. Register what is computed from the "
+            f"parameters, before `stop_gradient`, rounding or a conversion to integers; a loss "
+            f"that is meant to be constant needs no registration."
+        )
+    return reached
+
+
+def _described(tag: Tag, params: dict[str, Any]) -> str:
+    return f"{tag.name} (registered at {params['where']})" if "where" in params else tag.name
+
+
+def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> None:
+    found = {node.params["where"] for node in losses}
+    lost = [place for place in dict.fromkeys(noted) if place not in found]
+    if lost:
+        raise RegistrationError(
+            f"{where}: a loss that was registered at {', '.join(lost)} is not in the traced "
+            f"program. Where a gradient is traced, JAX drops what the gradient does not need "
+            f"inside of `jit`, `checkpoint` and `scan`: compute with what register_* returns, or "
+            f"give the function itself instead."
+        )
+    if not losses:
+        raise RegistrationError(
+            f"{where}: the function registers no loss. Call one of curvax.register_* (such as "
+            f"curvax.register_squared_error_loss) on its predictions. If it does and a gradient is "
+            f"traced, JAX may have dropped it inside of `jit`, `checkpoint` or `scan` (which are "
+            f"traced only once): register outside of them."
+        )
+
+
+def _check_structured(registration: Registration, where: str) -> None:
+    wrong = [
+        f"\n  {registration.names[layer.params[0]]}: {layer.reason or layer.remark}"
+        for layer in registration.layers
+        if layer.is_generic or layer.uncovered or layer.has_unknown_examples
+    ]
+    if wrong:
+        raise RegistrationError(
+            f"{where}: with strict=True every parameter must belong to a layer that is known, in "
+            f"all that is done with it and with its examples, but {len(wrong)} of "
+            f"{len(registration.names)} do not:"
+            f"{''.join(wrong)}"
+        )
+
+
+# `auto_register_tags`: a function with its layers tagged, at arguments of any shape.
+
+_WHERE = "curvax.auto_register_tags"
+
+
+class TaggedFunction:
+    """A function whose layers are tagged. It is traced once for each shape of its arguments."""
+
+    def __init__(
+        self, func: Fun, params_index: int, options: Options, compute_only_loss_tags: bool
+    ) -> None:
+        self._func = func
+        self._params_index = params_index
+        self._options = options
+        self._only_losses = compute_only_loss_tags
+        self._known: dict[Any, Registration] = {}
+
+    def registration(self, *func_args: PyTree) -> Registration:
+        """What was found at arguments like these."""
+        leaves, tree = jax.tree.flatten(func_args)
+        key = tree, _jax.call_key(leaves)
+        if key in self._known:
+            return self._known[key]
+        found = register(self._func, func_args, self._params_index, self._options, _WHERE)
+        if not found.closes_over_tracers:  # Else it is good for this call only.
+            self._known[key] = found
+        return found
+
+    def __call__(self, *func_args: PyTree) -> Any:
+        """The result of the function, or what its losses depend on."""
+        registration = self.registration(*func_args)
+        leaves = jax.tree.leaves(func_args)
+        return registration.run_losses(leaves) if self._only_losses else registration.run(leaves)
+
+
+def auto_register_tags(
+    func: Fun,
+    func_args: Sequence[PyTree],
+    params_index: int = 0,
+    register_only_generic: bool = False,
+    compute_only_loss_tags: bool = True,
+    patterns_to_skip: Sequence[str] = (),
+    allow_multiple_registrations: bool = False,
+    graph_matcher_rules: GraphMatcherComparator | None = None,
+    graph_patterns: Sequence[GraphPattern] = DEFAULT_GRAPH_PATTERNS,
+    *,
+    strict: bool = False,
+    through_custom_derivatives: bool = False,
+    allow_unused_params: bool = False,
+) -> TaggedFunction:
+    """A function with a tag for each of its layers.
+
+    The layers are found by what is done with the parameters: contracted with an input, convolved
+    with one, multiplied, added, used as a table. How the function is written, and what
+    transformations are around it, makes no difference. See `explain_registration` for what is
+    found.
+
+    Arguments:
+        func: a function that registers at least one loss.
+        func_args: arguments to trace it with, as a sequence.
+        params_index: which of them are the parameters.
+        register_only_generic: whether to tag all parameters that the function does not tag itself
+            as generic.
+        compute_only_loss_tags: whether the result computes only what the losses depend on, and
+            returns that, instead of what `func` returns.
+        patterns_to_skip: the names of patterns not to look for; see `DEFAULT_GRAPH_PATTERNS`.
+        allow_multiple_registrations: whether a parameter may be in several layers that the user
+            tagged. (Uses that are found are put together, and never are several layers.)
+        graph_matcher_rules: how to compare a program with the user's patterns.
+        graph_patterns: patterns to look for, those that come first before others.
+        strict: whether a parameter that is not part of a known kind of layer is an error.
+        through_custom_derivatives: whether to look for layers inside of functions with derivatives
+            of their own. These derivatives are then not used: the function is differentiated
+            through.
+        allow_unused_params: whether there may be parameters that no loss depends on. They are
+            generic then.
+
+    Returns:
+        A function of arguments like `func_args`, of any shapes.
+
+    Raises:
+        RegistrationError: if no loss is registered, or one was lost or has a derivative in no
+            parameter; if no loss depends on some parameter, or one is in several layers; or, with
+            `strict`, if one is not part of a known kind of layer.
+        ValueError: if an argument makes no sense, or a tag names one parameter twice.
+    """
+    options = registration_options(
+        register_only_generic,
+        patterns_to_skip,
+        graph_matcher_rules,
+        graph_patterns,
+        strict,
+        through_custom_derivatives,
+        _WHERE,
+    )
+    tagged = TaggedFunction(func, params_index, options, compute_only_loss_tags)
+    registration = tagged.registration(*func_args)
+    if not allow_multiple_registrations:
+        check_single(registration, _WHERE)
+    if not allow_unused_params:
+        check_used(registration, _WHERE)
+    return tagged
+
+
+def registration_options(
+    register_only_generic: bool = False,
+    patterns_to_skip: Sequence[str] = (),
+    graph_matcher_rules: GraphMatcherComparator | None = None,
+    graph_patterns: Sequence[GraphPattern] = DEFAULT_GRAPH_PATTERNS,
+    strict: bool = False,
+    through_custom_derivatives: bool = False,
+    where: str = _WHERE,
+) -> Options:
+    """The options as the user gave them, checked."""
+    known = {pattern.name for pattern in (*graph_patterns, *DEFAULT_GRAPH_PATTERNS)}
+    known |= {"embedding", "conv_with_bias", "conv_no_bias"}
+    unknown = sorted(set(patterns_to_skip) - known)
+    if unknown or isinstance(patterns_to_skip, str):
+        raise ValueError(
+            f"{where}: patterns_to_skip has {', '.join(unknown) or patterns_to_skip!r}, but the "
+            f"patterns are {', '.join(sorted(known))}. Give a sequence of these names."
+        )
+    return Options(
+        only_generic=register_only_generic,
+        skipped=tuple(patterns_to_skip),
+        patterns=tuple(graph_patterns),
+        comparator=graph_matcher_rules or GraphMatcherComparator(),
+        through_custom=through_custom_derivatives,
+        strict=strict,
+    )
+
+
+def check_single(registration: Registration, where: str) -> None:
+    """Each parameter is in one layer."""
+    for number, name in enumerate(registration.names):
+        layers = [layer.tag_name for layer in registration.layers if number in layer.params]
+        if len(layers) > 1:
+            raise RegistrationError(
+                f"{where}: {name} is registered in {len(layers)} layers ({', '.join(layers)}). "
+                f"Tag it once, or say allow_multiple_registrations=True."
+            )
+
+
+def check_used(registration: Registration, where: str) -> None:
+    """Some loss depends on each parameter."""
+    unused = [
+        registration.names[layer.params[0]] for layer in registration.layers if layer.is_unused
+    ]
+    if unused:
+        raise RegistrationError(
+            f"{where}: no registered loss depends on {', '.join(unused)}. Register the loss that "
+            f"does, take them out of the parameters, or say allow_unused_params=True."
+        )

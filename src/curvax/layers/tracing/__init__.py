@@ -1,0 +1,1 @@
+"""A traced function as a map from parameters to losses, and its derivatives at layers."""

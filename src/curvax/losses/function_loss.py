@@ -1,0 +1,276 @@
+"""`register_loss`: any per-example function of the user's as a loss.
+
+Its GGN is the Hessian of the function in the prediction, one (n, n) block for each example, by
+autodiff. An eigendecomposition `V diag(λ) Vᵀ` gives the factor `B = V diag(sqrt(λ))` and shows
+whether the function is convex here. If it is not, there is no factor, and that is an error: at once
+where values are known, and from a callback inside of a compiled program, which then fails.
+
+A tag carries no functions among its operands, so there is a tag for each function. JAX never
+forgets a primitive, so a tag must not keep its function alive: it refers to it weakly, and the
+traced programs that contain the tag hold the function for it, as a parameter of the operation.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from curvax import _jax
+from curvax._tree import Same
+from curvax._types import Array, Fun
+from curvax.losses.arithmetic import Shape, widened
+from curvax.losses.checks import check_predictions, check_weight
+from curvax.losses.loss_function import LossFunction, WithTargets
+from curvax.losses.tag import LossTag
+
+__all__ = ["FunctionLoss", "register_loss"]
+
+
+def register_loss(
+    fn: Fun, predictions: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
+) -> Array:
+    """Register any loss, given as a function of one example, with its GGN by autodiff.
+
+    The loss that is registered is `weight * jax.vmap(fn)(predictions, targets)`. Its GGN is the
+    Hessian of `fn` in the prediction, and `fn` must be convex in it wherever the GGN is asked for.
+    It has no predictive distribution: of the estimation modes, 'ggn_exact', 'ggn_curvature_prop'
+    and, with targets, 'fisher_empirical' work.
+
+    The Hessian is held for each example and decomposed, which is meant for predictions of up to
+    some hundred numbers. For others write a subclass of `LossFunction` that knows its factor.
+    Define `fn` once and pass the same function each time: for each new function object a small
+    new operation is made.
+
+    Arguments:
+        fn: a twice differentiable function of one prediction and one target, arrays without the
+            batch axis, to a real scalar. Without targets it takes the prediction alone.
+        predictions: the predictions, examples along the first axis.
+        targets: the targets, examples along the first axis, of any dtype.
+        weight: what the loss is multiplied by, a number, or one for each example.
+
+    Returns:
+        The predictions, tagged.
+
+    Raises:
+        TypeError: if the predictions are not real floating-point, or `fn` returns no real scalar.
+        ValueError: if there is no batch axis, the targets have another number of examples, or the
+            weight is negative or of the wrong shape. Later, when the GGN is asked for: if the
+            Hessian has a negative eigenvalue.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def log_cosh(prediction, target):
+        ...     return jnp.sum(jnp.log(jnp.cosh(prediction - target)))
+        >>> curvax.register_loss(log_cosh, jnp.zeros((2, 1)), jnp.ones((2, 1)))
+        Array([[0.],
+               [0.]], dtype=float32)
+    """
+    where = "curvax.register_loss"
+    predictions = check_predictions(predictions, "predictions", where, min_ndim=1)
+    arrays = {"predictions": predictions}
+    if targets is not None:
+        arrays["targets"] = jnp.asarray(targets)
+        if arrays["targets"].shape[:1] != predictions.shape[:1]:
+            raise ValueError(
+                f"{where}: predictions and targets have their examples along the first axis, but "
+                f"their shapes are {predictions.shape} and {arrays['targets'].shape}."
+            )
+    _check_function(fn, arrays, where)
+    arrays["weight"] = check_weight(weight, predictions, where)
+    return _tag_of(fn).bind(*arrays.values(), args_names=tuple(arrays))[0]
+
+
+class FunctionLoss(WithTargets, LossFunction):
+    """A loss that is a function of one example; what `register_loss` registers.
+
+    Arguments:
+        fn: a function of one prediction and, if there are targets, one target, to a scalar.
+        predictions: the predictions, examples along the first axis.
+        targets: the targets, examples along the first axis.
+        weight: what the loss is multiplied by, a number, or one for each example.
+    """
+
+    def __init__(
+        self,
+        fn: Fun,
+        predictions: Array,
+        targets: ArrayLike | None = None,
+        weight: ArrayLike = 1.0,
+    ) -> None:
+        super().__init__(targets, weight)
+        self._fn, self._predictions = fn, predictions
+
+    @property
+    def parameter_dependants(self) -> tuple[Array]:
+        """The predictions."""
+        return (self._predictions,)
+
+    def copy_with_different_inputs(self, parameter_dependants: Sequence[Array]) -> "FunctionLoss":
+        """The same loss of other predictions.
+
+        Arguments:
+            parameter_dependants: a sequence of one array.
+
+        Returns:
+            A loss with the same function, targets and weight.
+
+        Raises:
+            ValueError: if there is not exactly one array.
+        """
+        (predictions,) = self.checked_inputs(parameter_dependants)
+        return type(self)(self._fn, predictions, self._targets, self._weight)
+
+    def evaluate_unweighted(self, targets: Any) -> Array:
+        """The function of each example."""
+        others = () if targets is None else (_in_float32_at_least(jnp.asarray(targets)),)
+        values = jax.vmap(self._fn)(widened(self._predictions), *others)
+        return jnp.asarray(values).astype(self._predictions.dtype)
+
+    def multiply_ggn_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
+        """As `multiply_ggn`, without the weight."""
+        # Not by way of the eigenvectors, which have no derivatives where eigenvalues are equal.
+        hessians, (x,) = self._hessians(), vector
+        eigenvalues = jnp.linalg.eigvalsh(jax.lax.stop_gradient(hessians))
+        hessians = jnp.where(_refused(eigenvalues, self._fn), jnp.nan, hessians)
+        return (self._product("bij,bj->bi", hessians, self._flat(x)),)
+
+    def multiply_ggn_factor_unweighted(self, vector: Array) -> tuple[Array]:
+        """As `multiply_ggn_factor`, without the weight."""
+        return (self._product("bij,bj->bi", self._factor(), self._flat(vector)),)
+
+    def multiply_ggn_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
+        """As `multiply_ggn_factor_transpose`, without the weight."""
+        (x,) = vector
+        return self._product("bij,bi->bj", self._factor(), self._flat(x))
+
+    @property
+    def ggn_factor_inner_shape(self) -> Shape:
+        """The shape of what `multiply_ggn_factor` takes: that of the predictions."""
+        return self._predictions.shape
+
+    def _flat(self, x: Array) -> Array:
+        return widened(x).reshape(x.shape[0], math.prod(x.shape[1:]))
+
+    def _product(self, subscripts: str, matrices: Array, vectors: Array) -> Array:
+        product = jnp.einsum(subscripts, matrices, vectors)
+        return product.reshape(self._predictions.shape).astype(self._predictions.dtype)
+
+    def _factor(self) -> Array:
+        """The factor `V diag(sqrt(λ))` of each example. What is negative by rounding is zero."""
+        eigenvalues, eigenvectors = jnp.linalg.eigh(self._hessians())
+        roots = jnp.sqrt(jnp.maximum(eigenvalues, 0))
+        roots = jnp.where(_refused(eigenvalues, self._fn), jnp.nan, roots)
+        return eigenvectors * roots[:, None, :]
+
+    def _hessians(self) -> Array:
+        event = self._predictions.shape[1:]
+        others = () if self._targets is None else (_in_float32_at_least(self._targets),)
+        of_flat = lambda x, *others: self._fn(x.reshape(event), *others)
+        return jax.vmap(jax.hessian(of_flat))(self._flat(self._predictions), *others)
+
+
+class FunctionLossTag(LossTag):
+    """The tag of the losses that are one function. It does not keep the function alive."""
+
+    def __init__(self, reference: Callable[[], Fun | None]) -> None:
+        super().__init__(FunctionLoss, ["predictions"], ["targets", "weight"])
+        self._reference = reference
+
+    def loss(self, *args: Any, args_names: Sequence[str]) -> FunctionLoss:
+        """The loss itself, made of the operands of a tag."""
+        return FunctionLoss(self._held(), **dict(zip(args_names, args, strict=True)))
+
+    def bind(self, *args: Any, args_names: Sequence[str], **params: Any) -> list[Any]:
+        """Tag a loss. Whoever holds the operation also holds the function."""
+        params = {"function": Same(self._held()), **params}
+        return super().bind(*args, args_names=args_names, **params)
+
+    def _held(self) -> Fun:
+        fn = self._reference()
+        if fn is None:
+            raise ReferenceError(
+                "curvax: the function of this loss is gone. Keep the traced program that contains "
+                "the loss, or the function itself, for as long as its tag is used."
+            )
+        return fn
+
+
+_tags: dict[int, FunctionLossTag] = {}  # By the identity of a function, for as long as it lives.
+
+
+def _tag_of(fn: Fun) -> FunctionLossTag:
+    """The one tag of a function."""
+    tag = _tags.get(id(fn))
+    if tag is None:
+        reference = _reference(fn)
+        tag = _tags[id(fn)] = FunctionLossTag(reference)
+        if isinstance(reference, weakref.ref):
+            weakref.finalize(fn, _tags.pop, id(fn), None)
+    return tag
+
+
+def _reference(fn: Fun) -> Callable[[], Fun | None]:
+    """A weak reference, or a strong one to what cannot be referred to weakly."""
+    try:
+        return weakref.ref(fn)
+    except TypeError:
+        return lambda: fn
+
+
+def _check_function(fn: Fun, arrays: dict[str, Array], where: str) -> None:
+    wide = map(_in_float32_at_least, arrays.values())
+    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in wide]
+    returned = jax.eval_shape(lambda *example: fn(*example), *one)
+    found = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(returned)]
+    is_scalar = isinstance(returned, jax.ShapeDtypeStruct) and returned.shape == ()
+    if not is_scalar or not jnp.issubdtype(returned.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: fn takes one example and must return a real floating-point scalar. For "
+            f"arrays of the shapes {[x.shape for x in one]} it returned {', '.join(found)}. Sum "
+            f"over the entries of a prediction inside of fn; the batch axis is not there."
+        )
+
+
+def _in_float32_at_least(x: Array) -> Array:
+    return widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _refused(eigenvalues: Array, fn: Fun) -> Array:
+    """Refuse Hessians with these eigenvalues if one is negative by more than rounding.
+
+    Returns whether that is so, for results to be NaN: some devices hand them out before the error
+    arrives, and they shall not look right.
+    """
+    if not eigenvalues.size:
+        return jnp.array(False)
+    smallest, largest = jnp.min(eigenvalues, axis=-1), jnp.max(jnp.abs(eigenvalues), axis=-1)
+    # Second derivatives are differences of terms of order one (p − p² for a softmax), or of the
+    # order of other examples, so that their rounding errors do not shrink with them.
+    precision = jnp.finfo(eigenvalues.dtype)
+    noise = 16 * precision.eps * jnp.maximum(1, jnp.max(largest))
+    margins = smallest + (1e-5 if precision.bits == 32 else 1e-10) * largest + noise
+    worst = jnp.argmin(margins)
+    values = margins[worst] < 0, smallest[worst], largest[worst]
+    name = getattr(fn, "__name__", repr(fn))
+
+    def refuse(indefinite: Any, smallest: Any, largest: Any) -> None:
+        if np.any(indefinite):
+            raise ValueError(
+                f"curvax.register_loss: the Hessian of {name!r} in the prediction has a negative "
+                f"eigenvalue, {np.min(smallest):.3g}, beside {np.max(largest):.3g} for the largest "
+                f"absolute value. A GGN must be positive semi-definite: register a function that "
+                f"is convex in the prediction, or write a subclass of curvax.LossFunction with a "
+                f"curvature of your choice."
+            )
+
+    if _jax.is_tracer(values[0]):
+        jax.lax.cond(values[0], lambda: jax.debug.callback(refuse, *values), lambda: None)
+    else:
+        refuse(*values)
+    return values[0]

@@ -1,0 +1,88 @@
+"""The loss of independent yes-or-no answers, given by their logits: sigmoid cross-entropy.
+
+With `p = sigmoid(logits)` its Fisher matrix, and its Hessian, is `diag(p (1 − p))`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array
+from curvax.losses.arithmetic import widened
+from curvax.losses.distributions import Bernoulli
+from curvax.losses.loss_function import WithTargets
+from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+
+__all__ = ["MultiBernoulliNegativeLogProbLoss"]
+
+
+class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
+    """The negative log-probability of independent Bernoulli variables, as a loss of their logits.
+
+    For one example that is the sum of `-log(p)` where the target is 1 and `-log(1 − p)` where it
+    is 0, with `p = sigmoid(logits)`; targets between 0 and 1 interpolate. The Fisher matrix is
+    `diag(p (1 − p))` and its factor `diag(sqrt(p (1 − p)))`.
+
+    Arguments:
+        logits: the predictions, examples along the first axis.
+        targets: zeros and ones of the same shape.
+        weight: what the loss is multiplied by, a number, or one for each example.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(jnp.zeros((1, 2)), jnp.ones((1, 2)))
+        >>> loss.grad_of_evaluate(None, "regular")
+        (Array([[-0.5, -0.5]], dtype=float32),)
+    """
+
+    def __init__(
+        self, logits: Array, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
+    ) -> None:
+        super().__init__(targets, weight)
+        self._logits = logits
+
+    @property
+    def dist(self) -> Bernoulli:
+        """The Bernoulli distributions of each example."""
+        return Bernoulli(self._logits)
+
+    @property
+    def params(self) -> tuple[Array]:
+        """The logits."""
+        return (self._logits,)
+
+    def copy_with_different_inputs(
+        self, parameter_dependants: Sequence[Array]
+    ) -> "MultiBernoulliNegativeLogProbLoss":
+        """The same loss of other logits.
+
+        Arguments:
+            parameter_dependants: a sequence of one array.
+
+        Returns:
+            A loss with the same targets and weight.
+
+        Raises:
+            ValueError: if there is not exactly one array.
+        """
+        (logits,) = self.checked_inputs(parameter_dependants)
+        return type(self)(logits, self._targets, self._weight)
+
+    def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
+        """As `multiply_fisher`, without the weight."""
+        (x,) = vector
+        return ((self._variances * x.astype(self._variances.dtype)).astype(x.dtype),)
+
+    def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array]:
+        """As `multiply_fisher_factor`, without the weight."""
+        deviations = jnp.sqrt(self._variances)
+        return ((deviations * vector.astype(deviations.dtype)).astype(vector.dtype),)
+
+    @property
+    def _variances(self) -> Array:
+        """`p (1 − p)`; as a product of sigmoids it stays right where p is close to 1."""
+        logits = widened(self._logits)
+        return jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits)

@@ -1,0 +1,121 @@
+"""The loss of a normal distribution whose variance is predicted too.
+
+Its Hessian depends on the targets and can be indefinite. Its Fisher matrix is diagonal: `1/v` for
+a mean and `1/(2v²)` for a variance v. The GGN is the Fisher matrix by definition.
+
+The inner array of the factor has the part of the mean and then that of the variance along its last
+axis; a batch of numbers counts as one of vectors of length one.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from curvax._types import Array
+from curvax.losses.arithmetic import Shape, columns, widened
+from curvax.losses.distributions import Normal
+from curvax.losses.loss_function import WithTargets
+from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+
+__all__ = ["NormalMeanVarianceNegativeLogProbLoss"]
+
+
+class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
+    """The negative log-density of a normal distribution, as a loss of its mean and its variance.
+
+    The Fisher matrix is diagonal: `1 / variance` for an entry of the mean, `0.5 / variance²` for
+    one of the variance. So is the GGN, which is defined to be the Fisher matrix, because the
+    Hessian depends on the targets and may be indefinite.
+
+    Arguments:
+        mean: the predicted means, examples along the first axis.
+        variance: the predicted variances, positive, of the same shape.
+        targets: what the means are compared with, of the same shape.
+        weight: what the loss is multiplied by, a number, or one for each example.
+
+    Raises:
+        ValueError: if mean and variance differ in shape.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loss = curvax.NormalMeanVarianceNegativeLogProbLoss(jnp.zeros(1), 0.5 * jnp.ones(1))
+        >>> loss.multiply_fisher((jnp.ones(1), jnp.ones(1)))
+        (Array([2.], dtype=float32), Array([2.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        mean: Array,
+        variance: Array,
+        targets: ArrayLike | None = None,
+        weight: ArrayLike = 1.0,
+    ) -> None:
+        super().__init__(targets, weight)
+        if jnp.shape(mean) != jnp.shape(variance):
+            raise ValueError(
+                f"curvax.NormalMeanVarianceNegativeLogProbLoss: mean and variance must have one "
+                f"shape, got {jnp.shape(mean)} and {jnp.shape(variance)}. For a variance that is "
+                f"not predicted, use curvax.NormalMeanNegativeLogProbLoss."
+            )
+        self._mean, self._variance = mean, variance
+
+    @property
+    def dist(self) -> Normal:
+        """The normal distribution."""
+        return Normal(self._mean, self._variance)
+
+    @property
+    def params(self) -> tuple[Array, Array]:
+        """The mean and the variance."""
+        return self._mean, self._variance
+
+    def copy_with_different_inputs(
+        self, parameter_dependants: Sequence[Array]
+    ) -> "NormalMeanVarianceNegativeLogProbLoss":
+        """The same loss of another mean and variance.
+
+        Arguments:
+            parameter_dependants: a sequence of two arrays.
+
+        Returns:
+            A loss with the same targets and weight.
+
+        Raises:
+            ValueError: if there are not exactly two arrays.
+        """
+        mean, variance = self.checked_inputs(parameter_dependants)
+        return type(self)(mean, variance, self._targets, self._weight)
+
+    def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array, Array]:
+        """As `multiply_fisher`, without the weight."""
+        variance = widened(self._variance)
+        return self._times_diagonal(vector, (1 / variance, 0.5 / variance**2))
+
+    def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array, Array]:
+        """As `multiply_fisher_factor`, without the weight."""
+        parts = jnp.split(vector, 2, axis=-1)
+        return self._times_diagonal([x.reshape(self._mean.shape) for x in parts], self._factors)
+
+    @property
+    def fisher_factor_inner_shape(self) -> Shape:
+        """The shape of what `multiply_fisher_factor` takes: twice as long along the last axis."""
+        *leading, last = columns(self._mean).shape
+        return (*leading, 2 * last)
+
+    @property
+    def _factors(self) -> tuple[Array, Array]:
+        """The diagonal of the factor, for the mean and for the variance."""
+        variance = widened(self._variance)
+        return 1 / jnp.sqrt(variance), 1 / (math.sqrt(2) * variance)
+
+    def _times_diagonal(
+        self, vector: Sequence[Array], diagonal: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        mean, variance = (
+            (x.astype(d.dtype) * d).astype(like.dtype)
+            for x, d, like in zip(vector, diagonal, self.params, strict=True)
+        )
+        return mean, variance

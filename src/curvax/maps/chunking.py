@@ -1,0 +1,359 @@
+"""A vectorised function over chunks: `map_chunks`, which every map of examples is made of.
+
+`map_indices` and `reduce_indices` are for what is told apart by its number alone.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from curvax import _jax, _slicing
+from curvax._types import Array, Axes, Carry, Fun, Order, PyTree, Size, VmapFn
+from curvax.maps.accumulators import AccumulationType, Accumulator, Reduction
+from curvax.maps.arguments import Batch
+from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
+from curvax.maps.reducers import Reducer, SharedReducer
+from curvax.maps.sharding import Share
+
+__all__ = [
+    "first_value",
+    "map_chunks",
+    "map_indices",
+    "reduce_batch",
+    "reduce_chunks",
+    "reduce_indices",
+    "trace_once",
+]
+
+
+# The one loop behind every map.
+#
+# `reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value
+# to a reducer. Successive chunks of one size share one loop body; a chunk that stands alone is run
+# without a loop. Inputs are read, and collected outputs written, in place (`curvax._rows`), so that
+# beside the inputs and the result only one chunk exists at a time.
+#
+# On a mesh, each device runs the loop on its share of the examples.
+
+Compute = Callable[[Sequence[Array]], PyTree]
+
+
+def trace_once(fun: Fun, plan: ChunkPlan, limit: Size | None, share: Share | None = None) -> Fun:
+    """`fun`, traced once for each shape of its array arguments, however often it is called.
+
+    The loop asks for the shape of a value before it computes any, and a plan with chunks of two
+    sizes has two bodies; the user's function shall not notice. Where there is no loop, on one
+    device, it is called directly.
+    """
+    return fun if share is None and _no_loop(plan, limit) else _jax.inlined(fun)
+
+
+def first_value(
+    compute: Compute, arrays: Sequence[Array], axes: Sequence[int], plan: ChunkPlan
+) -> PyTree:
+    """`compute(chunk of arrays)` for the first chunk of `plan`."""
+    return _values(compute, arrays, axes, plan)(_first(plan))
+
+
+def reduce_chunks(
+    compute: Compute,
+    arrays: Sequence[Array],
+    axes: Sequence[int],
+    plan: ChunkPlan,
+    make_reducer: Callable[[PyTree], Reducer],
+    *,
+    limit: Size | None = None,
+    checkpoint: bool = False,
+    share: Share | None = None,
+) -> PyTree:
+    """Reduce `compute(chunk of arrays)` over the chunks of `plan`.
+
+    `make_reducer` gets the shapes of the first value. Only the first `limit` chunks are run if it
+    is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
+    computes each chunk again in the backward pass instead of saving what that needs. With a
+    `share`, the arrays are what one device has of them, and the result is of all devices.
+    """
+    value_of = _values(compute, arrays, axes, plan)
+
+    def forgetful_value_of(chunk: Chunk) -> PyTree:
+        policy = None if checkpoint else _slicing.save_all_but_reads
+        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
+        prevent_cse = checkpoint and chunk.run.count == 1
+        compute_at = lambda index: value_of(replace(chunk, index=index))
+        checkpointed = jax.checkpoint(compute_at, policy=policy, prevent_cse=prevent_cse)
+        return jax.tree.map(jnp.asarray, checkpointed(chunk.index))
+
+    first = _first(plan)
+    if _no_loop(plan, limit):
+        value = forgetful_value_of(first) if checkpoint else value_of(first)
+        reducer = make_reducer(jax.eval_shape(lambda: value))
+        return _result(reducer, reducer.update(reducer.init(), value, first), plan.length, share)
+
+    with _jax.mesh_of(arrays):
+        # JAX cannot checkpoint side effects; a function that has some remembers what it read.
+        effects = _jax.has_effects(lambda: value_of(first))
+        value_in_loop = value_of if effects and not checkpoint else forgetful_value_of
+        reducer = make_reducer(jax.eval_shape(lambda: value_in_loop(first)))
+        has_last = share.has_last() if share is not None and plan.optional_last else None
+        carry = _run_all(value_in_loop, reducer, plan, limit, has_last)
+        return _result(reducer, carry, _examples(plan, limit, has_last), share)
+
+
+def _values(
+    compute: Compute, arrays: Sequence[Array], axes: Sequence[int], plan: ChunkPlan
+) -> Callable[[Chunk], PyTree]:
+    """The value of each chunk."""
+    sources = [(plan.lay_out(x, axis), axis) for x, axis in zip(arrays, axes, strict=True)]
+
+    def value_of(chunk: Chunk) -> PyTree:
+        value = compute([_slicing.read(x, chunk.rows, axis) for x, axis in sources])
+        return jax.tree.map(jnp.asarray, value)
+
+    return value_of
+
+
+def _first(plan: ChunkPlan) -> Chunk:
+    return Chunk(plan, plan.runs()[0], 0)
+
+
+def _result(reducer: Reducer, carry: Carry, examples: Size, share: Share | None) -> PyTree:
+    if share is None:
+        return reducer.finalize(carry, examples)
+    assert isinstance(reducer, SharedReducer)
+    return reducer.finalize_all(carry, examples, share)
+
+
+def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
+    return plan.num_chunks == 1 and limit is None and not plan.optional_last
+
+
+def _run_all(
+    value_of: Callable[[Chunk], PyTree],
+    reducer: Reducer,
+    plan: ChunkPlan,
+    limit: Size | None,
+    has_last: Array | None,
+) -> Carry:
+    runs = plan.runs(limit)
+    carry = reducer.init()
+    # The number of the next chunk is handed on from run to run, and the compiler is kept from
+    # seeing that it knows it. Else it computes a chunk that stands alone beside the loop or beside
+    # another one, and holds two at a time.
+    handed_on = len(runs) > 1
+    number = lax.optimization_barrier(jnp.int32(0)) if handed_on else 0
+    for run in runs:
+
+        def body(index: Size, state: tuple[Size, Carry], run: Run = run) -> tuple[Size, Carry]:
+            number, carry = state
+            chunk = Chunk(plan, run, number if handed_on else index)
+            value = value_of(chunk)
+            if handed_on:
+                number = number + 1 + (_slicing.zero_after(value) if run.count == 1 else 0)
+            return number, reducer.update(carry, value, chunk)
+
+        last = run.first + run.count
+        if isinstance(limit, jax.Array):
+            last = jnp.clip(limit, run.first, last)
+            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
+        elif run.count > 1:
+            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
+        elif has_last is not None and run is runs[-1]:
+            # Not a loop of at most one step, which has no reverse derivative.
+            step = lambda state, run=run, body=body: body(run.first, state)
+            number, carry = lax.cond(has_last, step, lambda state: state, (number, carry))
+        else:
+            number, carry = body(run.first, (number, carry))
+    return carry
+
+
+def _examples(plan: ChunkPlan, limit: Size | None, has_last: Array | None) -> Size:
+    """How many examples the first `limit` chunks hold."""
+    if has_last is not None:
+        return plan.length - 1 + has_last.astype(jnp.int32)
+    if isinstance(limit, jax.Array):
+        return sum(jnp.clip(limit - run.first, 0, run.count) * run.size for run in plan.runs())
+    return sum(run.count * run.size for run in plan.runs(limit))
+
+
+# `reduce_batch`: the loop over the chunks of a batch, on one device or on all those of a mesh.
+#
+# On a mesh the loop is that of one device, run by each on its share of the examples. Batched arrays
+# are split along their own axes; the others are there whole on every device. How a result is split
+# depends on what becomes of it. So the reducer is asked first, and for that the function is traced
+# in the place where it will run, which is the only time that it is.
+
+Arrays = Sequence[Array]
+
+
+def reduce_batch(
+    compute: Callable[[Arrays, Arrays], PyTree],
+    batch: Batch,
+    reduction: Reduction,
+    *,
+    checkpoint: bool = False,
+) -> PyTree:
+    """Reduce `compute(shared, chunk of arrays)` over the chunks of the batch.
+
+    The first are the batch's shared arrays, as the device has them that computes.
+    """
+    plan, share, where = reduction.plan, reduction.share, reduction.where
+
+    def reduce(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
+        return reduce_chunks(
+            lambda chunk: compute(shared, chunk),
+            arrays,
+            batch.axes,
+            plan,
+            reduction.reducer,
+            limit=limit,
+            checkpoint=checkpoint,
+            share=share,
+        )
+
+    if share is None:
+        return reduce(batch.arrays, batch.shared, reduction.limit)
+
+    traced_limit = reduction.limit if isinstance(reduction.limit, jax.Array) else None
+    devices = share.devices
+    in_specs = tuple(map(devices.spec, batch.axes)), PartitionSpec(), PartitionSpec()
+
+    def first(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
+        del limit
+        return first_value(lambda chunk: compute(shared, chunk), arrays, batch.axes, plan)
+
+    def part(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
+        return reduce(arrays, shared, reduction.limit if limit is None else limit)
+
+    def on_all(arrays: Arrays, *others: PyTree) -> PyTree:
+        dealt = tuple(map(share.deal, arrays, batch.axes))
+        value = jax.eval_shape(devices.on_all(first, in_specs, PartitionSpec()), dealt, *others)
+        specs = reduction.reducer(value).specs(share)
+        return devices.on_all(part, in_specs, specs)(dealt, *others)
+
+    devices.check_outside(where)
+    for name, leaf in zip(batch.names, batch.leaves, strict=True):
+        devices.check_placement(name, leaf, where)
+    return jax.jit(on_all)(batch.arrays, batch.shared, traced_limit)
+
+
+def map_chunks(
+    example: Callable[[Batch, Sequence[Array]], Any],
+    batch: Batch,
+    size: int | None,
+    *,
+    where: str,
+    order: Order = "contiguous",
+    out_axes: Axes = 0,
+    accumulator: PyTree = AccumulationType.CONCAT,
+    vmap_fn: VmapFn = jax.vmap,
+    limit: Size | None = None,
+    checkpoint: bool = False,
+    share: Share | None = None,
+) -> PyTree:
+    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs.
+
+    It gets the batch, whose other arrays it may use, and an example of each of the arrays.
+    """
+    if share is None:
+        plan = ChunkPlan.of(batch.length, size, order)
+    else:
+        plan, batch = share.plan(size, order), batch.with_shared()
+        share.check_limit(limit, plan, where)
+        vmap_fn = _on_each(vmap_fn, share)
+    limit = check_limit(limit, plan, where)
+    plan = _fastest(plan, accumulator, limit, share)
+    # Examples come out along axis 0; where they go in the result is the reducer's business.
+    examples_first = jax.tree.map(lambda axis: 0, out_axes)
+    once = trace_once(
+        lambda shared, *arrays: example(replace(batch, shared=shared), arrays), plan, limit, share
+    )
+
+    def compute(shared: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+        vectorised = vmap_fn(lambda *row: once(shared, *row), batch.axes, examples_first)
+        return vectorised(*arrays)
+
+    reduction = Reduction(accumulator, out_axes, plan, True, limit, where, share)
+    return reduce_batch(compute, batch, reduction, checkpoint=checkpoint)
+
+
+def map_indices(
+    fun: Callable[[Array], PyTree],
+    length: int,
+    size: int,
+    *,
+    where: str,
+    out_axes: Axes = 0,
+    limit: int | None = None,
+    each_chunk: Callable[[], None] | None = None,
+) -> PyTree:
+    """`fun` of each number below `length`, for `size` of them at a time, collected."""
+    plan = ChunkPlan.of(length, size)
+    kind = AccumulationType.CONCAT
+    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=limit, where=where)
+    return reduce_indices(fun, length, size, reduction.reducer, limit=limit, each_chunk=each_chunk)
+
+
+def reduce_indices(
+    fun: Callable[[Array], PyTree],
+    length: int,
+    size: int,
+    make_reducer: Callable[[PyTree], Reducer],
+    *,
+    limit: int | None = None,
+    each_chunk: Callable[[], None] | None = None,
+) -> PyTree:
+    """`fun` of each number below `length`, for `size` of them at a time, given to a reducer.
+
+    `each_chunk` is called with each chunk, when that is traced.
+    """
+    plan = ChunkPlan.of(length, size)
+    limit = None if limit is None or limit >= plan.num_chunks else limit
+    vectorised = jax.vmap(trace_once(fun, plan, limit))
+
+    def compute(arrays: Sequence[Array]) -> PyTree:
+        if each_chunk is not None:
+            each_chunk()
+        return vectorised(*arrays)
+
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer, limit=limit)
+
+
+def _fastest(
+    plan: ChunkPlan, accumulator: PyTree, limit: Size | None, share: Share | None
+) -> ChunkPlan:
+    """The plan itself, or one that gives the same result sooner.
+
+    Which examples are computed together can only be told from where a loop stops early or from an
+    accumulator that sees it run. Otherwise a strided plan, whose rows are scattered, may as well be
+    contiguous, unless it keeps a sharded axis sharded: it does if it is even and there is more
+    than one device, of which each does not just have its share.
+    """
+    told = limit is not None or any(
+        isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
+    )
+    stays_sharded = len(plan.runs()) == 1 and jax.device_count() > 1 and share is None
+    if plan.order == "contiguous" or told or stays_sharded:
+        return plan
+    return ChunkPlan(plan.length, plan.size).balanced()
+
+
+def _on_each(vmap_fn: VmapFn, share: Share) -> VmapFn:
+    """`vmap_fn` as devices use it that have a share of the examples each.
+
+    With `spmd_axis_name` it says that examples are split along an axis of the mesh. Of what a
+    device has, nothing is split along the axes that made the shares.
+    """
+    if not isinstance(vmap_fn, functools.partial):
+        return vmap_fn
+    name = vmap_fn.keywords.get("spmd_axis_name")
+    names = {name} if isinstance(name, str) else set(name or ())
+    if not names or not names <= set(share.devices.names):
+        return vmap_fn
+    return functools.partial(vmap_fn, spmd_axis_name=None)

@@ -1,0 +1,227 @@
+"""The user's function: how it is called, what it returns, and where its losses are registered."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from curvax import _jax
+from curvax._types import Array, Fun, PyTree
+from curvax.curvature.microbatching import axes_of, length_of
+from curvax.layers.registration import registers_loss
+from curvax.maps.accumulators import AccumulationType, Accumulator
+from curvax.maps.microbatch import microbatch
+
+__all__ = ["Evaluation", "ValueFunction"]
+
+
+_WHERE = "curvax.Optimizer"
+
+
+class Evaluation(NamedTuple):
+    """What the function returns for a batch."""
+
+    loss: Array
+    func_state: PyTree
+    aux: PyTree
+    gradient: PyTree
+
+
+@dataclass(frozen=True)
+class ValueFunction:
+    """`value_and_grad_func`, and what the user says about it.
+
+    It is called with `(params, func_state, rng, batch)`, those of them that it has, and returns
+    `(out, gradient)`, where `out` is `(loss, func_state, aux)`, those that it has, or the loss
+    alone. Of three, the latter two may be a pair of their own, as `jax.value_and_grad` with
+    `has_aux=True` returns them.
+    """
+
+    value_and_grad: Fun
+    has_aux: bool
+    has_state: bool
+    has_rng: bool
+    microbatch_size: int | None = None
+    memory_budget: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments that it has."""
+        has = {"params": True, "func_state": self.has_state, "rng": self.has_rng, "batch": True}
+        return tuple(name for name, is_there in has.items() if is_there)
+
+    def arguments(
+        self, params: PyTree, func_state: PyTree, rng: Any, batch: PyTree
+    ) -> tuple[PyTree, ...]:
+        """The arguments of a call."""
+        if self.has_state and func_state is None:
+            raise ValueError(f"{_WHERE}: value_func_has_state=True, but func_state was not given.")
+        if not self.has_state and func_state is not None:
+            raise ValueError(
+                f"{_WHERE}: func_state was given, but value_func_has_state=False. Say "
+                f"value_func_has_state=True, or leave it out."
+            )
+        state = (func_state,) if self.has_state else ()
+        return (params, *state, *((rng,) if self.has_rng else ()), batch)
+
+    def __call__(self, func_args: Sequence[PyTree]) -> Evaluation:
+        """What the function returns, checked; of microbatches in turn if that was asked for."""
+        if self.microbatch_size is None and self.memory_budget is None:
+            return self._at_once(*func_args)
+        batch = len(func_args) - 1
+        shapes = jax.eval_shape(self._at_once, *func_args)
+        run = microbatch(
+            self._at_once,
+            argnums=(batch,),
+            accumulator=_accumulators(shapes, self.rows_of_aux(func_args, shapes.aux)),
+            in_axes=[axes_of(func_args[batch])],
+            microbatch_size=self.microbatch_size,
+            memory_budget=self.memory_budget,
+        )
+        return run(*func_args)
+
+    def rows_of_aux(self, func_args: Sequence[PyTree], aux: PyTree) -> PyTree:
+        """For each array in `aux`, whether it has a row for each example.
+
+        Those have that grow with the batch. If the function takes no larger one, it is all that are
+        as long as the batch.
+        """
+        *others, batch = func_args
+        length = length_of(batch)
+        are_long = jax.tree.map(lambda x: x.ndim > 0 and x.shape[0] == length, aux)
+        if not any(jax.tree.leaves(are_long)):
+            return are_long
+        try:
+            longer = jax.eval_shape(self._at_once, *others, jax.tree.map(_doubled, batch)).aux
+        except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
+            return are_long
+        has_grown = lambda is_long, x, other: is_long and x.shape != other.shape
+        return jax.tree.map(has_grown, are_long, aux, longer)
+
+    def _at_once(self, *func_args: PyTree) -> Evaluation:
+        found = self.value_and_grad(*func_args)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{_WHERE}: value_and_grad_func must return a pair of its value and its gradient, "
+                f"as jax.value_and_grad(f) does, got {_described(found)}."
+            )
+        out, gradient = found
+        loss, func_state, aux = self._unpacked(out)
+        loss = jnp.asarray(loss)
+        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"{_WHERE}: the loss must be one real number, got {loss.dtype}{list(loss.shape)}. "
+                f"If value_and_grad_func returns more than the loss, say value_func_has_aux=True "
+                f"or value_func_has_state=True."
+            )
+        self._check_gradient(func_args[0], gradient)
+        return Evaluation(loss, func_state, aux, gradient)
+
+    def _unpacked(self, out: Any) -> tuple[Any, Any, Any]:
+        expected = 1 + self.has_state + self.has_aux
+        if expected == 1:
+            if isinstance(out, tuple | list):
+                raise self._wrong(out, "a loss alone")
+            return out, None, None
+        parts = list(out) if isinstance(out, tuple | list) else [out]
+        if expected == 3 and len(parts) == 2 and isinstance(parts[1], tuple | list):
+            parts = [parts[0], *parts[1]]
+        if len(parts) != expected:
+            raise self._wrong(out, f"{expected} values")
+        if expected == 3:
+            return parts[0], parts[1], parts[2]
+        return (parts[0], parts[1], None) if self.has_state else (parts[0], None, parts[1])
+
+    def _wrong(self, out: Any, expected: str) -> TypeError:
+        return TypeError(
+            f"{_WHERE}: with value_func_has_state={self.has_state} and "
+            f"value_func_has_aux={self.has_aux} the value of value_and_grad_func is {expected}, "
+            f"got {_described(out)}."
+        )
+
+    def _check_gradient(self, params: PyTree, gradient: PyTree) -> None:
+        described = lambda tree: (
+            jax.tree.structure(tree),
+            [jnp.shape(x) for x in jax.tree.leaves(tree)],
+        )
+        if described(params) != described(gradient):
+            raise ValueError(
+                f"{_WHERE}: the gradient that value_and_grad_func returns must be like the "
+                f"parameters, {described(params)}, got {described(gradient)}."
+            )
+
+    def for_estimator(self, given: Fun | None, func_args: Sequence[PyTree]) -> Fun:
+        """The function in which losses are registered.
+
+        The one that is given for it; or else what `jax.value_and_grad` was applied to, which it
+        keeps as `__wrapped__`, if a loss is registered in that; or else `value_and_grad_func`
+        itself, whose derivative rules may register one.
+        """
+        if given is not None:
+            return given
+        found = self.value_and_grad
+        func: Callable[..., Any] | None = getattr(found, "__wrapped__", None)
+        while func is not None:
+            # The innermost, as a gradient may compute what is checkpointed twice, losses included.
+            if _takes(func, func_args) and registers_loss(func, func_args):
+                found = func
+            func = getattr(func, "__wrapped__", None)
+        return found
+
+
+_LAST = Accumulator(
+    init=lambda like: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+    update=lambda carry, value, index: value,
+    finalize=lambda carry: carry,
+    aggregate=lambda values: values[-1],
+    uneven=True,
+)
+
+
+def _accumulators(shapes: Evaluation, rows: PyTree) -> Any:
+    """How what the function returns for microbatches is put together.
+
+    Means, each microbatch counting as many times as it has examples. Of a state that has no mean,
+    such as a number of steps, the last. In `aux`, what has a row for each example is concatenated,
+    and whole numbers are summed.
+    """
+    mean: Any = AccumulationType.MEAN
+
+    def of_state(like: Any) -> AccumulationType | Accumulator:
+        return mean if jnp.issubdtype(like.dtype, jnp.inexact) else _LAST
+
+    def of_aux(like: Any, has_rows: bool) -> AccumulationType:
+        if has_rows:
+            return AccumulationType.CONCAT
+        return mean if jnp.issubdtype(like.dtype, jnp.inexact) else AccumulationType.SUM
+
+    return Evaluation(
+        mean,
+        jax.tree.map(of_state, shapes.func_state),
+        jax.tree.map(of_aux, shapes.aux, rows),
+        mean,
+    )
+
+
+def _doubled(x: Any) -> Any:
+    """The type of a part of a batch with twice as many examples."""
+    shape = jnp.shape(x)
+    return x if axes_of(x) is None else _jax.resized(jnp.asarray(x), (2 * shape[0], *shape[1:]))
+
+
+def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:
+    """Whether a function can be called with these arguments, as far as it tells."""
+    try:
+        inspect.signature(func).bind(*func_args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__

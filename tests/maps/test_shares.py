@@ -1,0 +1,60 @@
+"""Examples are dealt out to devices as evenly as can be, each to one of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from curvax.maps.chunk_plan import Chunk, ChunkPlan
+from curvax.maps.sharding import Parts
+
+NUMBERS = {"length": st.integers(1, 50), "count": st.integers(1, 9)}
+
+
+@given(**NUMBERS)
+def test_each_example_is_in_one_place(length, count):
+    parts = Parts(length, count)
+    examples = parts.examples()
+    assert examples.shape[0] == count
+    assert examples.min() >= 0
+    assert examples.max() < length
+    assert examples.ravel()[parts.places()].tolist() == list(range(length))
+
+
+@given(**NUMBERS)
+def test_the_first_devices_have_one_example_more(length, count):
+    parts = Parts(length, count)
+    most = parts.examples().shape[1]
+    owned = np.bincount(parts.places() // most, minlength=count)
+    assert owned.tolist() == [parts.each + (device < parts.rest) for device in range(count)]
+    assert most == owned.max()
+    # Where a device has less, it is its last place that is not its own.
+    for device in range(count):
+        inside = parts.places()[parts.places() // most == device] % most
+        assert inside.tolist() == list(range(owned[device]))
+
+
+def test_no_examples_are_nobodys():
+    assert Parts(0, 3).is_even
+    assert Parts(0, 3).examples().shape == (3, 0)
+    assert Parts(0, 3).places().size == 0
+
+
+@given(length=st.integers(0, 20), size=st.integers(1, 8))
+def test_an_optional_example_is_a_chunk_of_its_own(length, size):
+    plan = ChunkPlan.of(length, size).with_optional()
+    *others, last = plan.runs()
+    assert last.count == last.size == 1
+    assert last.before == length
+    assert plan.num_chunks == sum(run.count for run in plan.runs())
+    assert tuple(others) == (ChunkPlan.of(length, size).runs() if length else ())
+    starts = [
+        Chunk(plan, run, run.first + i).rows.start for run in plan.runs() for i in range(run.count)
+    ]
+    sizes = [run.size for run in plan.runs() for _ in range(run.count)]
+    assert starts == list(np.cumsum([0, *sizes[:-1]]))
+    assert sum(sizes) == length + 1
+
+
+def test_only_a_contiguous_plan_has_an_optional_example():
+    with pytest.raises(ValueError, match="contiguous"):
+        ChunkPlan(3, 2, "strided", optional_last=True)
