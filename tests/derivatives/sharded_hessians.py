@@ -9,10 +9,10 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvax
-from curvax.derivatives import hessian_triangle
+from curvax.derivatives import hessian as hessian_module
 
 jax.config.update("jax_enable_x64", True)
-hessian_triangle.LEAST_COLUMNS = 1
+hessian_module.LEAST_COLUMNS = 1
 
 A, B = jnp.arange(4.0) / 3, jnp.arange(2.0) - 0.7
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import curvax
-from curvax.derivatives import hessian_triangle
+from curvax.derivatives import hessian as hessian_module
 from derivatives.functions import BY_NAME, LOSS_BY_NAME, flattened, naive_hessian, tolerance
 from helpers import assert_same
 
@@ -98,7 +98,7 @@ def check(kind, case, choice, folder):
 
 @pytest.mark.parametrize("choice", list(combinations(HESSIANS)))
 def test_hessian(choice, tmp_path, monkeypatch):
-    monkeypatch.setattr(hessian_triangle, "LEAST_COLUMNS", 2)
+    monkeypatch.setattr(hessian_module, "LEAST_COLUMNS", 2)
     check("hessian", LOSS_BY_NAME[choice["name"]], choice, tmp_path)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import curvax
-from curvax.derivatives import hessian_triangle
-from curvax.derivatives.hessian_triangle import dependents, group_leaves
+from curvax.derivatives import hessian as hessian_module
+from curvax.derivatives.hessian import dependents, group_leaves
 from derivatives.functions import naive_hessian, normal
 from helpers import CountTraces, assert_same, total
 
@@ -43,7 +43,7 @@ def expected():
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Groups also where there are few columns."""
-    monkeypatch.setattr(hessian_triangle, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(hessian_module, "LEAST_COLUMNS", 1)
 
 
 def hessian(f=network, x=POINT, **options):
@@ -53,7 +53,7 @@ def hessian(f=network, x=POINT, **options):
 
 @pytest.mark.parametrize(("most", "size"), [(1, 3), (2, 1), (3, 100), (8, 3)])
 def test_any_number_of_groups(most, size, monkeypatch):
-    monkeypatch.setattr(hessian_triangle, "MOST_GROUPS", most)
+    monkeypatch.setattr(hessian_module, "MOST_GROUPS", most)
     assert_same(hessian(batch_size=size)[0], expected(), 1e-12, 1e-12)
 
 
@@ -63,7 +63,7 @@ def test_any_order(data):
     """Whatever is computed first, the rest is its mirror image."""
     weights = data.draw(st.lists(st.integers(0, 9), min_size=7, max_size=7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hessian_triangle, "dependents", lambda program: weights)
+        patch.setattr(hessian_module, "dependents", lambda program: weights)
         assert_same(hessian(batch_size=data.draw(st.integers(1, 13)))[0], expected(), 1e-12, 1e-12)
 
 
@@ -190,7 +190,7 @@ class TestMemoryOfGroups:
         assert len(plans[0].trials) <= 4
 
 
-def test_timing_shows_no_bars(capsys):
+def test_planning_shows_no_bars(capsys):
     f = lambda p: jnp.sum(p["a"] ** 3) * jnp.sum(p["b"])
     x = {"a": normal(0, 3), "b": normal(1, 2)}
     curvax.hessian(f, x, memory_budget="1MB", objective="time", progress=True)

@@ -13,6 +13,7 @@ import pytest
 
 import curvax
 from curvax import AccumulationType, MemoryBudgetError
+from curvax.memory.plan import LARGEST
 from helpers import CountTraces, assert_same
 
 LENGTH, WIDTH = 300, 64
@@ -254,6 +255,39 @@ def test_the_fastest_may_be_asked_for(case):
         got = case.within(case.high, objective="time")(W, X)
     assert plans[0].usage.added_bytes <= case.high
     assert_same(got, jax.jit(case.sized(2))(W, X), 1e-10, 1e-10)
+
+
+class TestFast:
+    """`objective="time"` takes a size by a rule, and times nothing."""
+
+    def plan(self, budget, objective="time"):
+        x = jnp.tile(X, (10, 1))
+        with curvax.recorded_plans() as plans:
+            curvax.chunked_vmap(lambda x: layer(W, x), memory_budget=budget, objective=objective)(x)
+        (plan,) = plans
+        assert plan.usage.added_bytes <= curvax.parse_memory(budget)
+        return plan
+
+    def test_what_stays_in_the_cache_is_preferred_on_a_cpu(self, compilations):
+        plan = self.plan("1GB")
+        assert plan.batch_size == LARGEST
+        assert (plan.max_size, plan.num_batches) == (3000, 24)
+        assert len(plan.trials) == 3
+        assert len(compilations) <= len(self.plan("1GB", "memory").trials) + 3
+
+    def test_the_largest_is_preferred_elsewhere(self, monkeypatch):
+        monkeypatch.setattr("curvax.memory.plan.jax.default_backend", lambda: "gpu")
+        assert self.plan("1GB").batch_size == 3000
+
+    def test_a_smaller_size_is_taken_where_the_fast_one_does_not_fit(self):
+        budget = self.plan("1GB").usage.added_bytes - 1
+        plan = self.plan(budget)
+        assert LARGEST / 2 < plan.batch_size < LARGEST
+
+    def test_where_nothing_fits_the_error_says_what_would(self):
+        with pytest.raises(MemoryBudgetError) as caught:
+            self.plan(10)
+        self.plan(caught.value.smallest_budget)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from curvax.memory.plan import largest_that_fits
+from curvax.memory.plan import CACHE_BYTES, LARGEST, SMALLEST, fast_size, largest_that_fits
 
 
 class Needs:
@@ -161,3 +161,36 @@ def test_a_single_size_is_asked_once(budget):
     found, asked = search(lambda size: 100, [8], budget)
     assert asked == [8]
     assert found == (8 if budget >= 100 else None)
+
+
+class TestTheFastSize:
+    """A power of two whose temporaries fill the cache, found from two sizes at most."""
+
+    def found(self, temporaries, sizes=range(1, 1001)):
+        needs = Needs(temporaries, most_questions=2)
+        size = fast_size(needs, sizes)
+        assert size in sizes
+        assert all(asked in sizes for asked in needs.asked)
+        return size
+
+    @pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
+    @pytest.mark.parametrize("fixed", [0, 10**9])
+    def test_temporaries_fill_the_cache(self, size, fixed):
+        assert self.found(lambda n: fixed + n * CACHE_BYTES // size) == size
+
+    @given(each=st.integers(1, 10**12))
+    def test_it_is_a_power_of_two_between_two_bounds(self, each):
+        size = self.found(lambda n: n * each)
+        assert SMALLEST <= size <= LARGEST
+        assert math.log2(size).is_integer()
+
+    def test_what_does_not_grow_may_be_large(self):
+        assert self.found(lambda n: 1000) == self.found(lambda n: 1000 - n) == LARGEST
+
+    @given(
+        sizes=st.sets(st.integers(1, 500), min_size=1).map(sorted),
+        each=st.integers(1, CACHE_BYTES),
+    )
+    def test_it_is_one_of_the_sizes(self, sizes, each):
+        size = self.found(lambda n: n * each, sizes)
+        assert size <= LARGEST or size == sizes[0]

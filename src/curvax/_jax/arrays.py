@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -23,7 +22,6 @@ __all__ = [
     "is_tracer",
     "is_tracing",
     "is_varying",
-    "made_up",
     "mesh_of",
     "no_mesh",
     "resized",
@@ -65,16 +63,6 @@ def resized(x: Any, shape: tuple[int, ...]) -> Any:
     It has the sharding over explicit mesh axes, and varies over manual axes, as `x` does.
     """
     return _type(x).update(shape=shape)
-
-
-def made_up(shape: Any) -> Any:
-    """A concrete array of such a shape, inside of transformations too: ones, zeros, or keys."""
-    if not is_key(shape):
-        value = np.ones if jnp.issubdtype(shape.dtype, jnp.inexact) else np.zeros
-        return value(shape.shape, shape.dtype)
-    with jax.ensure_compile_time_eval():
-        key = jax.random.key(0, impl=shape.dtype._impl)
-        return jnp.broadcast_to(key, shape.shape)
 
 
 def is_tracer(x: Any) -> bool:

@@ -5,126 +5,51 @@ Everything in this package is one thing: linear maps between pytrees, made once 
 What is taken of each result, and where it goes, makes it a Jacobian, a Hessian or one of their
 parts.
 
-A `Problem` is what can be computed that way. A `BlockProblem` says it in two steps, so that its
-columns can also be split among devices, and its blocks be computed by one program after the other,
-to be streamed to disk.
+A `BlockProblem` says it in two steps, so that its columns can also be sharded among devices, and
+its blocks be computed by one program after the other, to be streamed to disk.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+import functools
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from curvax._types import Array, PyTree, Size
-from curvax.maps.chunking import map_indices, reduce_indices
-from curvax.maps.reducers import Reducer
+from curvax import _jax
+from curvax._types import Array, Fun, PyTree, Size
+from curvax.derivatives.arguments import Options, TracedFunction
+from curvax.devices.mesh_axis import MeshAxis
+from curvax.maps.chunking import map_indices
+from curvax.memory.compiled import compile_call, plan_call
 
-__all__ = ["BlockProblem", "Blocks", "Part", "Problem", "Progress"]
-
-
-# A progress bar that a compiled program moves.
-#
-# The program calls back after each block. The bar begins with the first block of a run and ends
-# with the last, so it is right also where one compiled program runs many times. Of several
-# devices, which compute as many blocks each, the first moves it; of several processes, the first
-# shows it.
-
-
-class Progress:
-    """A bar over `total` blocks, some of which may be done already."""
-
-    def __init__(self, description: str, total: int = 0, done: int = 0) -> None:
-        self.total = total
-        self._done = done
-        self._description = description
-        self._bar: Any = None
-
-    def tick(self, device: Array | None = None) -> None:
-        """Another block is done, by this one of several devices; while a program is traced."""
-        if device is None:
-            jax.debug.callback(self.advance)
-        else:
-            jax.debug.callback(self._advance_on_first, device)
-
-    def _advance_on_first(self, device: Any) -> None:
-        if int(device) == 0:
-            self.advance()
-
-    def advance(self, blocks: int = 1) -> None:
-        """So many more blocks are done; to be called while it runs."""
-        if not blocks or jax.process_index() > 0:
-            return
-        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
-
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self.total, desc=self._description, unit="block", initial=self._done
-            )
-        self._bar.update(blocks)
-        if self._bar.n >= self.total:
-            self._bar.close()
-            self._bar = None
+__all__ = [
+    "BlockProblem",
+    "Part",
+    "Progress",
+    "advised",
+    "advised_to_go_forward",
+    "check_closed_over",
+    "compute_columns",
+    "has_derivative",
+    "linear_map",
+    "plan_blocks",
+    "put_on_mesh",
+    "raised",
+    "why_not",
+]
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """`length` columns, `size` of them at a time: all, or those of the first `limit` blocks."""
-
-    length: int
-    size: int
-    limit: int | None
-    bar: Progress | None
-    where: str
-    device: Array | None = None
-    """The number of the device that computes them, where there are several."""
-
-    @property
-    def count(self) -> int:
-        """How many blocks there are."""
-        return max(1, -(-self.length // self.size))
-
-    def collect(self, column: Callable[[Size], PyTree], axis: int = 0) -> PyTree:
-        """All columns, put together along `axis` of each array: the first or the last."""
-        return map_indices(
-            column,
-            self.length,
-            self.size,
-            out_axes=axis,
-            limit=self.limit,
-            each_chunk=self._tick,
-            where=self.where,
-        )
-
-    def reduce(
-        self, column: Callable[[Size], PyTree], make_reducer: Callable[[PyTree], Reducer]
-    ) -> PyTree:
-        """What the reducer makes of all columns."""
-        return reduce_indices(
-            column,
-            self.length,
-            self.size,
-            make_reducer,
-            limit=self.limit,
-            each_chunk=self._tick,
-        )
-
-    def _tick(self) -> None:
-        if self.bar is not None:
-            self.bar.tick(self.device)
-
-
-@runtime_checkable
-class Problem(Protocol):
-    """What to compute at a point, in parts with some columns each."""
-
-    def lengths(self) -> Sequence[int]:
-        """The number of columns of each part."""
-        ...
-
-    def compute(self, x: PyTree, blocks: Sequence[Blocks]) -> tuple[Any, PyTree]:
-        """The result, by these blocks for each part, and an auxiliary value."""
-        ...
+def linear_map(
+    transform: Callable[..., tuple[Any, ...]], f: Fun, x: PyTree, has_aux: bool
+) -> tuple[Any, PyTree]:
+    """Return the linear map that `jax.linearize` or `jax.vjp` makes of `f` at `x`, and `aux`."""
+    _, mapped, *aux = transform(f, x, has_aux=has_aux)
+    return mapped, aux[0] if aux else None
 
 
 @dataclass(frozen=True)
@@ -162,14 +87,338 @@ class BlockProblem:
     prepare: Callable[[PyTree], tuple[Any, PyTree]]
     parts: tuple[Part, ...]
 
-    def lengths(self) -> Sequence[int]:
-        return [part.length for part in self.parts]
 
-    def compute(self, x: PyTree, blocks: Sequence[Blocks]) -> tuple[list[PyTree], PyTree]:
-        prepared, aux = self.prepare(x)
+def compute_columns(
+    problem: BlockProblem, x: PyTree, size: int, options: Options, progress: bool
+) -> tuple[list[PyTree], PyTree]:
+    """Return the result of each part at `x`, in blocks of `size`, and the auxiliary value.
 
-        def result(part: Part, blocks: Blocks) -> PyTree:
-            column = lambda index: part.column(prepared, index)
-            return part.result(blocks.collect(column, part.axis))
+    On a mesh, these are the columns of each device.
+    """
+    lengths = [options.local_length(part.length) for part in problem.parts]
+    bar = Progress.of(options.where, lengths, size) if progress else None
+    if options.axis is not None:
+        return _compute_sharded(problem, x, size, options, bar)
+    prepared, aux = problem.prepare(x)
 
-        return list(map(result, self.parts, blocks)), aux
+    def result(part: Part) -> PyTree:
+        column = lambda index: part.column(prepared, index)
+        tick = None if bar is None else bar.tick
+        columns = map_indices(
+            column, part.length, size, out_axes=part.axis, each_chunk=tick, where=options.where
+        )
+        return part.result(columns)
+
+    return list(map(result, problem.parts)), aux
+
+
+def plan_blocks(
+    build: Callable[[int], Fun],
+    functions: Sequence[TracedFunction],
+    args: Sequence[Any],
+    options: Options,
+    block_size: int,
+    max_size: int,
+    *,
+    key: Hashable,
+) -> Fun:
+    """Return `build(size)` for the block size that is given or fits the budget, compiled.
+
+    It is compiled once for what the functions do and for the key, for arguments like `args`, and
+    kept as long as the first of the functions lives. With a budget, blocks have at most `max_size`
+    columns.
+    """
+    fun, is_settled = functions[0].fun, all(f.is_settled for f in functions)
+    key = options.where, options.axis, options.replicated, key
+    if is_settled:
+        key = *key, tuple(f.key for f in functions)
+    if options.budget is not None:
+        sizes = range(1, max(1, max_size) + 1)
+        return plan_call(
+            options.budget, fun, build, args, {}, sizes, key=key, is_settled=is_settled
+        )
+    program = build(block_size)
+    if not options.jit:
+        return program
+    return compile_call(fun, program, args, {}, key=(*key, block_size), is_settled=is_settled)
+
+
+# Columns sharded among the devices of a mesh.
+#
+# Every device makes the linear maps for itself, which is little work, and computes its shard of the
+# columns, in blocks, as one device would compute all. No communication is needed for that. With c
+# devices each has n / c columns, rounded up, so that the last of them may have some too many; those
+# are the last column again, and dropped.
+#
+# A result stays sharded along the axis of its columns, unless it is to be replicated, or cannot be
+# sharded: JAX shards an axis evenly or not at all. Then it is gathered.
+
+REPLICATED = PartitionSpec()
+
+
+def put_on_mesh(
+    functions: Sequence[TracedFunction],
+    problem: Callable[..., BlockProblem],
+    x: PyTree,
+    options: Options,
+    progress: bool,
+) -> PyTree:
+    """Return `x` with uncommitted arrays replicated, after checking that the mesh can be used."""
+    axis = options.axis
+    if axis is None:
+        return x
+    replicated = axis.sharding(None)
+    stays = lambda leaf: _jax.is_tracer(leaf) or leaf.committed
+    x = jax.tree.map(lambda leaf: leaf if stays(leaf) else jax.device_put(leaf, replicated), x)
+    made = problem(*(f.untraced() for f in functions))
+    check_closed_over(made.prepare, x, options)
+    kinds = dict(zip(axis.mesh.axis_names, axis.mesh.axis_types, strict=True))
+    others = [kind for name, kind in kinds.items() if name not in axis.names]
+    if progress and AxisType.Explicit in others:
+        raise ValueError(
+            f"{options.where}: progress=True calls back from the devices, which JAX does not do "
+            f"where a mesh has other Explicit axes than those along which work is split. Leave it "
+            f"out, or make these axes Auto."
+        )
+    return x
+
+
+def check_closed_over(fun: Fun, x: PyTree, options: Options) -> None:
+    """Check that what a function closes over can be used on the devices where it runs."""
+    axis = options.axis
+    if axis is None or AxisType.Explicit not in axis.mesh.axis_types:
+        return
+    for const in jax.make_jaxpr(fun)(x).consts:
+        if _jax.sharding_of(const) is not None:
+            raise ValueError(
+                f"{options.where}: f closes over an array {const.dtype}{list(const.shape)} that is "
+                f"on a mesh with Explicit axes, which JAX does not let into what runs on the "
+                f"devices of a mesh. Let it close over numpy.asarray(array), or use a mesh "
+                f"with Auto axes."
+            )
+
+
+def _compute_sharded(
+    problem: BlockProblem, x: PyTree, size: int, options: Options, bar: "Progress | None"
+) -> tuple[list[PyTree], PyTree]:
+    """Return the results, sharded or replicated, and the auxiliary value, replicated."""
+    assert options.axis is not None
+    axis, sharded = options.axis, _Sharded(options.axis, options.replicated)
+
+    def on_device(x: PyTree) -> tuple[list[PyTree], PyTree]:
+        prepared, aux = problem.prepare(x)
+        tick = None if bar is None else functools.partial(bar.tick, axis.index())
+
+        def result(part: Part) -> PyTree:
+            length = options.local_length(part.length)
+            before, last = axis.index() * length, jnp.int32(part.length - 1)
+            column = lambda index: part.column(prepared, jnp.minimum(before + index, last))
+            shard = map_indices(
+                column, length, size, out_axes=part.axis, each_chunk=tick, where=options.where
+            )
+            return sharded.result(part, shard)
+
+        return list(map(result, problem.parts)), aux
+
+    def first_columns(x: PyTree) -> list[PyTree]:
+        prepared, _ = problem.prepare(x)
+        return [part.column(prepared, 0) for part in problem.parts]
+
+    # Traced where columns will be computed, for their shapes.
+    shapes = jax.eval_shape(axis.on_all(first_columns, (REPLICATED,), REPLICATED), x)
+    specs = list(map(sharded.specs, problem.parts, shapes))
+    results, aux = axis.on_all(on_device, (REPLICATED,), (specs, REPLICATED))(x)
+    is_spec = lambda spec: isinstance(spec, PartitionSpec)
+    return jax.tree.map(sharded.constrained, specs, results, is_leaf=is_spec), aux
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """How the results of parts are sharded along an axis of the mesh."""
+
+    axis: MeshAxis
+    replicated: bool
+
+    def result(self, part: Part, shard: PyTree) -> PyTree:
+        """Return what becomes of the columns of this device, gathered if need be."""
+        if self._stays(part):
+            rows = part.shape and (part.shape[0] // self.axis.count, *part.shape[1:])
+            return replace(part, shape=rows).result(shard)
+        gathered = jax.tree.map(lambda array: self._gathered(array, part), shard)
+        result = part.result(gathered)
+        return result if part.into is None else jax.tree.map(self._local_rows, result)
+
+    def specs(self, part: Part, column: PyTree) -> PyTree:
+        """Return how the arrays of a result are sharded, for columns of these shapes."""
+        if part.into is not None:
+            vector = jax.ShapeDtypeStruct((part.length, *column.shape), column.dtype)
+            result = jax.eval_shape(part.into, vector)
+            spec = lambda x: self.axis.spec(0) if self._divides(x) else REPLICATED
+            return jax.tree.map(spec, result)
+        if not self._stays(part):
+            return jax.tree.map(lambda _: REPLICATED, column)
+        position = lambda x: 0 if part.axis == 0 else x.ndim
+        return jax.tree.map(lambda x: self.axis.spec(position(x)), column)
+
+    def constrained(self, spec: PartitionSpec, result: Array) -> Array:
+        """Shard a result as the spec says, and not along other axes of the mesh as well.
+
+        What is sharded along explicit axes is so by its type already.
+        """
+        mesh, names = self.axis.mesh, self.axis.names
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if AxisType.Auto not in kinds.values():
+            return result
+        if any(kinds[name] is AxisType.Explicit for name in names):
+            spec = REPLICATED
+        return lax.with_sharding_constraint(result, NamedSharding(mesh, spec))
+
+    def _stays(self, part: Part) -> bool:
+        """Whether devices keep their columns."""
+        if part.into is not None or self.replicated or part.shape == ():
+            return False
+        length = part.length if part.shape is None else part.shape[0]
+        return length % self.axis.count == 0
+
+    def _gathered(self, array: Array, part: Part) -> Array:
+        """Return the columns of all devices."""
+        if self.axis.count == 1:
+            return array
+        position = part.axis % array.ndim
+        joined = self.axis.joined(array, position)
+        return lax.slice_in_dim(joined, 0, part.length, axis=position)
+
+    def _local_rows(self, array: Array) -> Array:
+        """Return this device's shard of the first axis, if that can be sharded."""
+        if not self._divides(array):
+            return array
+        rows = array.shape[0] // self.axis.count
+        return lax.dynamic_slice_in_dim(array, self.axis.index() * rows, rows, 0)
+
+    def _divides(self, like: Any) -> bool:
+        return not self.replicated and like.ndim > 0 and like.shape[0] % self.axis.count == 0
+
+
+# Which modes of differentiation a function has, found out by trying.
+#
+# A `while_loop` cannot be differentiated in reverse mode, nor a `jax.custom_vjp` function in
+# forward mode. JAX says so when it comes to that operation: when derivatives are traced, or only
+# when they are lowered, just before they would be compiled. So both are done here, with one column.
+
+
+def why_not(problem: BlockProblem, x: PyTree) -> Exception | None:
+    """Return the error that the derivatives of a problem raise when they are tried, or None."""
+    if not problem.parts:
+        return None
+    return raised(lambda x: problem.parts[0].column(problem.prepare(x)[0], 0), x)
+
+
+def has_derivative(derivative: Callable[..., Any], *args: PyTree) -> bool:
+    """Return whether a function that computes a derivative can do so."""
+    return raised(derivative, *args) is None
+
+
+def raised(fun: Callable[..., Any], *args: PyTree) -> Exception | None:
+    """Return the error that a function raises when it is traced and lowered, or None."""
+    try:
+        program, _ = _jax.trace_with_constants(fun, *args)
+        leaves = [*program.consts, *jax.tree.leaves(args)]
+        jax.jit(_jax.with_constants(program)).lower(*map(_jax.shape_of, leaves))
+    except Exception as error:  # noqa: BLE001  What it is depends on the operation.
+        return error
+    return None
+
+
+@contextmanager
+def advised(
+    where: str, reason: Callable[[], Exception | None], advice: Callable[[], str | None]
+) -> Generator[None]:
+    """Say what to do if a function lacks the derivatives that are taken inside the block.
+
+    When something fails there, `reason` tries these derivatives alone. If they fail too, `advice`
+    tries what might take their place, and says what works. Any other error stays as it is, be it
+    JAX's or a user's own.
+    """
+    try:
+        yield
+    except Exception as error:
+        lacking = reason()
+        known = None if lacking is None else advice()
+        if known is None:
+            raise
+        said = str(lacking).strip().split("\n", 1)[0]
+        raise ValueError(f"{where}: {known} JAX says: {said}") from error
+
+
+def advised_to_go_forward(
+    where: str,
+    problem: Callable[[Fun], BlockProblem],
+    f: TracedFunction,
+    x: PyTree,
+    has_aux: bool = False,
+) -> AbstractContextManager[None]:
+    """`advised` for second derivatives, which are those of the gradient, by forward mode."""
+    g = f.traced()
+    value = (lambda x: g(x)[0]) if has_aux else g
+
+    def advice() -> str | None:
+        along = lambda of: lambda x: jax.jvp(of, (x,), (x,))[1]
+        if not has_derivative(along(along(value)), x):
+            return None
+        return (
+            "f has no derivative in reverse mode, which its gradient takes. It has second "
+            "derivatives by forward mode alone: curvax.jacobian(lambda x: curvax.jacobian(f, x, "
+            "mode='forward')[0], x, mode='forward')[0] is the Hessian."
+        )
+
+    return advised(where, lambda: why_not(problem(g), x), advice)
+
+
+# A progress bar that a compiled program advances.
+#
+# The program calls back after each block. The bar begins with the first block of a run and ends
+# with the last, so it is right also where one compiled program runs many times. Of several
+# devices, which compute as many blocks each, the first moves it; of several processes, the first
+# shows it.
+
+
+class Progress:
+    """A bar over `total` blocks, some of which may be done already."""
+
+    def __init__(self, description: str, total: int, done: int = 0) -> None:
+        self._total = total
+        self._done = done
+        self._description = description
+        self._bar: Any = None
+
+    @classmethod
+    def of(cls, where: str, lengths: Sequence[int], size: int) -> "Progress":
+        """Return the bar of a public function, for columns in blocks of `size`."""
+        blocks = [max(1, -(-length // size)) for length in lengths]
+        return cls(where.partition(".")[2], sum(blocks))
+
+    def tick(self, device: Array | None = None) -> None:
+        """Let the program that is traced advance the bar, if on several devices by the first."""
+        if device is None:
+            jax.debug.callback(self.advance)
+        else:
+            jax.debug.callback(self._advance_on_first, device)
+
+    def _advance_on_first(self, device: Any) -> None:
+        if int(device) == 0:
+            self.advance()
+
+    def advance(self, blocks: int = 1) -> None:
+        """Advance the bar by some blocks, while the program runs."""
+        if not blocks or jax.process_index() > 0:
+            return
+        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
+
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self._total, desc=self._description, unit="block", initial=self._done
+            )
+        self._bar.update(blocks)
+        if self._bar.n >= self._total:
+            self._bar.close()
+            self._bar = None

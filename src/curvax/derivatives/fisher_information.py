@@ -9,10 +9,16 @@ from jax.sharding import Mesh
 
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
-from curvax.derivatives.block_options import BlockOptions
-from curvax.derivatives.column_sharding import Devices
-from curvax.derivatives.flat_point import Point, as_arrays
-from curvax.derivatives.traced_function import TracedFunction, advised, has_derivative, raised
+from curvax.derivatives.arguments import (
+    Options,
+    Point,
+    TracedFunction,
+    check_block_size,
+    check_options,
+    check_scalar,
+    trace_function,
+)
+from curvax.derivatives.columns import advised, has_derivative, plan_blocks, raised
 from curvax.devices.mesh_axis import Axis
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
@@ -51,10 +57,14 @@ def fisher_information(
         data: a pytree of arrays with examples along their leading axes.
         nbatches: the number of microbatches.
         jit: whether to compile.
-        checkpoint: as in `hessian`.
+        checkpoint: whether to recompute what `loglike` computes on the way instead of saving it:
+            less memory, more time.
         batch_size: the number of examples in a microbatch, in place of `nbatches`.
-        memory_budget: as in `hessian`.
-        objective: as in `hessian`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included.
+        objective: with a budget, "memory" takes the largest microbatch that fits, "time" one that
+            is expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         mesh: devices among which examples are split, evenly. Each computes the sum over its share
             in microbatches, and sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
@@ -80,71 +90,68 @@ def fisher_information(
                [0., 1.]], dtype=float32)
     """
     where = "curvax.fisher_information"
-    devices = Devices.of(mesh, axis, False, where)
-    point, x = Point.of(x, where), as_arrays(x)
-    num_examples = _num_examples(data, where)
-    if devices.axis is not None:
-        devices.axis.check_divides(num_examples, "data", where)
-    options = BlockOptions.of(
-        devices.share(num_examples),
+    options = check_options(
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
-        devices=devices,
-        what="examples",
+        mesh=mesh,
+        axis=axis,
     )
-    traced = _traced(loglike, x, data, where)
+    point, x = Point.of(x, where), jax.tree.map(jnp.asarray, x)
+    num_examples = _num_examples(data, where)
+    if options.axis is not None:
+        options.axis.check_divides(num_examples, "data", where)
+    length = options.local_length(num_examples)
+    block_size = check_block_size(options, length, what="examples")
+    traced = _trace_log_likelihood(loglike, x, data, options)
 
-    def build(functions: Sequence[Fun], size: int, limits: Sequence[int] | None) -> Fun:
-        (f,) = functions
-        g = jax.checkpoint(f) if checkpoint else f
+    def build(size: int) -> Fun:
+        def program(consts: Sequence[Any], x: PyTree, data: PyTree) -> Array:
+            f = traced.bind(consts)
+            g = jax.checkpoint(f) if checkpoint else f
 
-        def products(x: PyTree, data: PyTree) -> Array:
-            score = lambda example: point.flatten(jax.grad(g)(x, example))
-            scores = jax.vmap(score)(data)
-            return scores.T @ scores
+            def products(x: PyTree, data: PyTree) -> Array:
+                score = lambda example: point.flatten(jax.grad(g)(x, example))
+                scores = jax.vmap(score)(data)
+                return scores.T @ scores
 
-        return microbatch(
-            products,
-            1,
-            size,
-            AccumulationType.SUM,
-            num_real_microbatches=limits[0] if limits else None,
-            order="contiguous",
-            mesh=mesh,
-            axis=axis,
-        )
+            total = microbatch(
+                products, 1, size, AccumulationType.SUM, order="contiguous", mesh=mesh, axis=axis
+            )
+            return total(x, data)
 
-    # Only on one device are the first microbatches the first examples, and can be timed apart.
-    key, rehearsed = (checkpoint, devices), mesh is None
+        return program
+
     with advised(where, *_forward_advice(traced, x, data)):
-        F = options.run([traced], build, x, data, key=key, rehearsed=rehearsed)
+        args = traced.consts, x, data
+        plan = plan_blocks(build, [traced], args, options, block_size, length, key=checkpoint)
+        F = plan(*args)
     return F, point.unflatten
 
 
-def _traced(loglike: Fun, x: PyTree, data: PyTree, where: str) -> TracedFunction:
-    """The log-likelihood of one example, checked to be one real number."""
-    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
-    traced = TracedFunction.of(loglike, x, example)
-    returned = traced.outputs
-    real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
-    if not real or returned.shape != ():
-        raise TypeError(
-            f"{where}: loglike must return a real floating-point scalar for an example, got "
-            f"{returned}."
-        )
+def _trace_log_likelihood(
+    loglike: Fun, x: PyTree, data: PyTree, options: Options
+) -> TracedFunction:
+    """Trace the log-likelihood of one example, and check that it is one real number."""
+    traced = trace_function(loglike, (x, _first_example(data)), options)
+    message = "loglike must return a real floating-point scalar for an example"
+    check_scalar(traced.outputs, message, options.where)
     return traced
+
+
+def _first_example(data: PyTree) -> PyTree:
+    """Return the shapes of one example."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
 
 
 def _forward_advice(
     loglike: TracedFunction, x: PyTree, data: PyTree
 ) -> tuple[Callable[[], Exception | None], Callable[[], str | None]]:
     """Why there are no scores, and what to do then."""
-    f = loglike.with_consts(loglike.consts)
-    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+    f, example = loglike.traced(), _first_example(data)
 
     def advice() -> str | None:
         forward = lambda x, example: jax.jvp(lambda x: f(x, example), (x,), (x,))[1]

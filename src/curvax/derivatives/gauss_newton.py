@@ -1,7 +1,7 @@
 """`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from curvax._types import Array, Fun, PyTree, Size
-from curvax.derivatives.block_options import BlockOptions, solve
-from curvax.derivatives.column_sharding import Devices
-from curvax.derivatives.columns import BlockProblem, Part
-from curvax.derivatives.flat_point import Point, as_arrays
-from curvax.derivatives.traced_function import TracedFunction, advised, has_derivative, why_not
+from curvax.derivatives.arguments import (
+    Options,
+    Point,
+    TracedFunction,
+    check_block_size,
+    check_on_mesh,
+    check_options,
+    check_point,
+    trace_function,
+)
+from curvax.derivatives.columns import (
+    BlockProblem,
+    Part,
+    advised,
+    compute_columns,
+    has_derivative,
+    plan_blocks,
+    put_on_mesh,
+    why_not,
+)
 from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
@@ -52,12 +67,16 @@ def gauss_newton(
         x: a pytree of real floating-point arrays, of any dtypes.
         weight: None for no weight; m weights, as a vector or in the shape of a single residual
             array; an (m, m) matrix; or a function that applies W to a pytree like the residuals.
-        nbatches: the number of blocks, as in `hessian`.
+        nbatches: the number of blocks.
         jit: whether to compile.
-        checkpoint: as in `hessian`.
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time.
         batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: as in `hessian`.
-        objective: as in `hessian`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included.
+        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
+            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         progress: whether to show a progress bar of blocks.
         mesh: devices among which columns are split. Each computes its share of them in blocks, and
             sizes and budgets are for each.
@@ -87,13 +106,27 @@ def gauss_newton(
                [5., 9.]], dtype=float32)
     """
     where = "curvax.gauss_newton"
-    devices = Devices.of(mesh, axis, replicated, where)
-    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    traced = TracedFunction.of(f, x)
+    options = check_options(
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        mesh=mesh,
+        axis=axis,
+        replicated=replicated,
+    )
+    point, x = check_point(x, options)
+    traced = trace_function(f, (x,), options)
     residuals = Point.of(traced.outputs, where, "f(x)")
-    functions = [traced, _traced_weight(weight, residuals, where)] if callable(weight) else [traced]
+    functions = (
+        [traced, _trace_weight(weight, residuals, options)] if callable(weight) else [traced]
+    )
     given, apply = _weight(weight, residuals, where)
-    given = devices.checked("weight", given, where)
+    x_and_weight = x, check_on_mesh("weight", given, options)
+    length = options.local_length(point.size)
+    block_size = check_block_size(options, length)
 
     def problem(f: Fun, weight: Fun | None = None) -> BlockProblem:
         def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
@@ -111,23 +144,18 @@ def gauss_newton(
         # The matrix is symmetric only if the weight is, so columns are put where columns belong.
         return BlockProblem(prepare, (Part(point.size, column, -1),))
 
-    options = BlockOptions.of(
-        devices.share(point.size),
-        where,
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        devices=devices,
-    )
-    bar = "gauss_newton" if progress else None
+    def build(size: int) -> Fun:
+        def program(consts: Sequence[Any], x_and_weight: Any) -> tuple[list[Array], None]:
+            bound = [f.bind(each) for f, each in zip(functions, consts, strict=True)]
+            return compute_columns(problem(*bound), x_and_weight, size, options, progress)
+
+        return program
 
     def lacking() -> Exception | None:
-        return why_not(problem(*(each.with_consts(each.consts) for each in functions)), (x, given))
+        return why_not(problem(*(each.traced() for each in functions)), x_and_weight)
 
     def advice() -> str | None:
-        g = traced.with_consts(traced.consts)
+        g = traced.traced()
         forward = lambda x: jax.jvp(g, (x,), (x,))[1]
         reverse = lambda x: jax.vjp(g, x)[1](g(x))
         if not (has_derivative(forward, x) or has_derivative(reverse, x)):
@@ -139,7 +167,11 @@ def gauss_newton(
         )
 
     with advised(where, lacking, advice):
-        (matrix,), _ = solve(problem, functions, (x, given), options, key=checkpoint, progress=bar)
+        consts = tuple(each.consts for each in functions)
+        args = consts, put_on_mesh(functions, problem, x_and_weight, options, progress)
+        key = checkpoint, progress
+        plan = plan_blocks(build, functions, args, options, block_size, length, key=key)
+        (matrix,), _ = plan(*args)
     return matrix, point.unflatten
 
 
@@ -171,18 +203,18 @@ def _weight(
     return array, apply
 
 
-def _traced_weight(weight: Fun, residuals: Point, where: str) -> TracedFunction:
-    """A weight that is a function, checked to return what it is given."""
+def _trace_weight(weight: Fun, residuals: Point, options: Options) -> TracedFunction:
+    """Trace a weight that is a function, and check that it returns what it is given."""
     pairs = zip(residuals.shapes, residuals.dtypes, strict=True)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
     given = jax.tree.unflatten(residuals.structure, shapes)
-    traced = TracedFunction.of(weight, given)
+    traced = trace_function(weight, (given,), options)
     returned = traced.outputs
     described = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(returned)]
     expected = [(shape.shape, shape.dtype) for shape in shapes]
     if jax.tree.structure(returned) != residuals.structure or described != expected:
         raise TypeError(
-            f"{where}: weight must return what it is given, a pytree like the residuals. It is "
-            f"given {given} and returns {returned}."
+            f"{options.where}: weight must return what it is given, a pytree like the residuals. "
+            f"It is given {given} and returns {returned}."
         )
     return traced

@@ -1,27 +1,45 @@
-"""`hessian`: the matrix of second derivatives, some of its rows at a time."""
+"""`hessian`, `hessian_diagonal` and `hessian_blocks`: second derivatives, in blocks of rows."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
+from curvax import _jax, _slicing
 from curvax._types import Array, Fun, PyTree, Size
-from curvax.derivatives.block_options import BlockOptions, solve
-from curvax.derivatives.column_sharding import Devices
-from curvax.derivatives.columns import BlockProblem, Part
-from curvax.derivatives.disk.stream import stream
-from curvax.derivatives.flat_point import Point, as_arrays
-from curvax.derivatives.hessian_triangle import Triangle
-from curvax.derivatives.traced_function import (
+from curvax.derivatives.arguments import (
+    Options,
+    Point,
     TracedFunction,
-    advised_to_go_forward,
+    check_block_size,
+    check_options,
+    check_point,
     check_scalar,
-    linear_map,
+    trace_function,
+    unit_vector,
+    value_shapes,
 )
+from curvax.derivatives.columns import (
+    BlockProblem,
+    Part,
+    Progress,
+    advised_to_go_forward,
+    compute_columns,
+    linear_map,
+    plan_blocks,
+    put_on_mesh,
+)
+from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
+from curvax.maps.chunk_plan import Chunk
+from curvax.maps.chunking import map_indices, reduce_indices
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
@@ -55,7 +73,8 @@ def hessian(
         H = jax.hessian(lambda flat: f(unflatten(flat)))(flat)
         return H, unflatten
 
-    except that only one triangle of it is computed, and that one block at a time. It is compiled
+    except that one block is computed at a time, and only one triangle of the matrix. On a mesh and
+    on disk, where each device or block has rows of its own, full rows are computed. It is compiled
     once for what `f` does and each shape of `x`. Where `f` has a derivative rule of its own that is
     not its derivative, the second derivatives are not symmetric: take `jacobian(jax.grad(f), x)`.
 
@@ -72,8 +91,9 @@ def hessian(
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
             call, compiled by itself, may allocate, the result included. With `out`, what it holds
             while it computes a block.
-        objective: with a budget, "memory" takes the largest block that fits, "time" the fastest
-            of some. On a CPU small blocks are often several times as fast.
+        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
+            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         has_aux: whether `f` returns `(value, aux)`.
         progress: whether to show a progress bar of blocks.
         out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
@@ -83,9 +103,9 @@ def hessian(
         verify: whether to read what `out` has already and check it against its checksums. Without,
             it is only checked that nothing is missing. Damaged blocks are computed again, with a
             `DamagedStoreWarning`.
-        mesh: devices among which rows are split. Each computes its share of them in blocks, and
-            sizes and budgets are for each. Rows are then computed whole, so that one device alone
-            is about as fast as two.
+        mesh: devices among which rows are sharded. Each computes its shard in blocks, and sizes and
+            budgets are for each. Full rows are computed there, not one triangle, so that one device
+            without a mesh is about as fast as two.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
         replicated: whether `H` shall be whole on every device.
 
@@ -115,20 +135,21 @@ def hessian(
                [-400.,  200.]], dtype=float32)
     """
     where = "curvax.hessian"
-    devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
-    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    traced = TracedFunction.of(f, x)
-    check_scalar(traced, has_aux, where)
-    options = BlockOptions.of(
-        devices.share(point.size),
+    options = check_options(
         where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
         objective=objective,
         jit=jit,
-        devices=devices,
+        mesh=mesh,
+        axis=axis,
+        replicated=replicated,
+        to_disk=out is not None,
     )
+    point, x = check_point(x, options)
+    traced = _trace_scalar(f, x, has_aux, options)
+    block_size = check_block_size(options, options.local_length(point.size))
 
     def rows(f: Fun) -> BlockProblem:
         def prepare(x: PyTree) -> tuple[Any, PyTree]:
@@ -141,20 +162,44 @@ def hessian(
         # By symmetry a column is a row, and rows are contiguous.
         return BlockProblem(prepare, (Part(point.size, column),))
 
-    def triangle(f: Fun) -> Triangle:
-        return Triangle(f, x, point, has_aux, checkpoint)
+    if computes_one_triangle(options):
+        groups = group_rows(traced.program, point)
+        lengths = [point.part(group).size for group in groups]
+    else:
+        groups, lengths = None, [options.local_length(point.size)]
+
+    def build(size: int) -> Fun:
+        def program(consts: Sequence[Any], x: PyTree) -> tuple[list[Array], PyTree]:
+            f = traced.bind(consts)
+            if groups is None:
+                return compute_columns(rows(f), x, size, options, progress)
+            bar = Progress.of(where, lengths, size) if progress else None
+            return compute_triangle(f, x, point, groups, size, has_aux, checkpoint, bar)
+
+        return program
 
     with advised_to_go_forward(where, rows, traced, x, has_aux):
         if out is not None:
-            (matrix,), aux = stream(
-                rows(traced.untraced()), x, options, out, overwrite, verify, progress
-            )
+            problem = rows(traced.untraced())
+            arrays, aux = stream(problem, x, options, block_size, out, overwrite, verify, progress)
         else:
-            problem = triangle if jit and mesh is None else rows
-            bar = "hessian" if progress else None
-            key = checkpoint, has_aux
-            (matrix,), aux = solve(problem, [traced], x, options, key=key, progress=bar)
-    return (matrix, point.unflatten, aux) if has_aux else (matrix, point.unflatten)
+            args = traced.consts, put_on_mesh([traced], rows, x, options, progress)
+            key = checkpoint, has_aux, progress
+            plan = plan_blocks(build, [traced], args, options, block_size, max(lengths), key=key)
+            arrays, aux = plan(*args)
+    (H,) = arrays
+    return (H, point.unflatten, aux) if has_aux else (H, point.unflatten)
+
+
+def computes_one_triangle(options: Options) -> bool:
+    """Whether a Hessian is computed by one triangle and mirrored, rather than by full rows.
+
+    It is wherever the matrix is in the memory of one device. On a mesh and on disk each device or
+    block has rows of its own, and mirrored elements would belong to others: on a mesh they would
+    have to be communicated, and on disk a block would be written several times. There all of each
+    row is computed, which is about twice the work.
+    """
+    return options.axis is None and not options.to_disk
 
 
 # `hessian_diagonal`: second derivatives by each coordinate, and never the matrix.
@@ -187,14 +232,19 @@ def hessian_diagonal(
     Arguments:
         f: a real scalar function of a pytree.
         x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks, as in `hessian`.
+        nbatches: the number of blocks.
         jit: whether to compile.
-        checkpoint: as in `hessian`.
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time.
         batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: as in `hessian`.
-        objective: as in `hessian`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included.
+        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
+            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         progress: whether to show a progress bar of blocks.
-        mesh: devices among which coordinates are split, as in `hessian`.
+        mesh: devices among which coordinates are sharded. Each computes its shard in blocks, and
+            sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
         replicated: whether results shall be whole on every device.
 
@@ -215,10 +265,21 @@ def hessian_diagonal(
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
     where = "curvax.hessian_diagonal"
-    devices = Devices.of(mesh, axis, replicated, where)
-    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    traced = TracedFunction.of(f, x)
-    check_scalar(traced, False, where)
+    options = check_options(
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        mesh=mesh,
+        axis=axis,
+        replicated=replicated,
+    )
+    point, x = check_point(x, options)
+    traced = _trace_scalar(f, x, False, options)
+    length = options.local_length(point.size)
+    block_size = check_block_size(options, length)
 
     def element(product: Any, index: Size) -> Array:
         direction = point.direction(index)
@@ -235,19 +296,16 @@ def hessian_diagonal(
 
         return BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
 
-    options = BlockOptions.of(
-        devices.share(point.size),
-        where,
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        devices=devices,
-    )
-    bar = "hessian_diagonal" if progress else None
+    def build(size: int) -> Fun:
+        return lambda consts, x: compute_columns(
+            problem(traced.bind(consts)), x, size, options, progress
+        )
+
     with advised_to_go_forward(where, problem, traced, x):
-        (diagonal,), _ = solve(problem, [traced], x, options, key=checkpoint, progress=bar)
+        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
+        key = checkpoint, progress
+        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
+        (diagonal,), _ = plan(*args)
     return diagonal
 
 
@@ -281,14 +339,19 @@ def hessian_blocks(
     Arguments:
         f: a real scalar function of a pytree.
         x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks for the largest leaf, as in `hessian`.
+        nbatches: the number of blocks for the largest leaf.
         jit: whether to compile.
-        checkpoint: as in `hessian`.
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time.
         batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: as in `hessian`.
-        objective: as in `hessian`.
+        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
+            call, compiled by itself, may allocate, the result included.
+        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
+            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         progress: whether to show a progress bar of blocks.
-        mesh: devices among which the rows of each leaf's block are split, as in `hessian`.
+        mesh: devices among which the rows of each leaf's block are sharded. Each computes its
+            shard in blocks, and sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
         replicated: whether results shall be whole on every device.
 
@@ -311,11 +374,21 @@ def hessian_blocks(
                [4., 0.]], dtype=float32)
     """
     where = "curvax.hessian_blocks"
-    devices = Devices.of(mesh, axis, replicated, where)
-    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    traced = TracedFunction.of(f, x)
-    check_scalar(traced, False, where)
-    sizes = point.sizes
+    options = check_options(
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        mesh=mesh,
+        axis=axis,
+        replicated=replicated,
+    )
+    point, x = check_point(x, options)
+    traced = _trace_scalar(f, x, False, options)
+    length = options.local_length(max(point.sizes, default=0))
+    block_size = check_block_size(options, length)
 
     def prepare(f: Fun, x: PyTree) -> tuple[list[Any], None]:
         g = jax.checkpoint(f) if checkpoint else f
@@ -334,25 +407,218 @@ def hessian_blocks(
         shape, dtype = point.shapes[number], point.dtypes[number]
 
         def column(products: list[Any], index: Size) -> Array:
-            unit = (jnp.arange(sizes[number], dtype=jnp.int32) == index).astype(dtype)
-            return products[number](unit.reshape(shape))
+            return products[number](unit_vector(index, shape, dtype))
 
-        return Part(sizes[number], column, shape=shape)
+        return Part(point.sizes[number], column, shape=shape)
 
     def problem(f: Fun) -> BlockProblem:
-        return BlockProblem(functools.partial(prepare, f), tuple(map(part, range(len(sizes)))))
+        parts = tuple(map(part, range(len(point.sizes))))
+        return BlockProblem(functools.partial(prepare, f), parts)
 
-    options = BlockOptions.of(
-        devices.share(max(sizes, default=0)),
-        where,
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        devices=devices,
-    )
-    bar = "hessian_blocks" if progress else None
+    def build(size: int) -> Fun:
+        return lambda consts, x: compute_columns(
+            problem(traced.bind(consts)), x, size, options, progress
+        )
+
     with advised_to_go_forward(where, problem, traced, x):
-        blocks, _ = solve(problem, [traced], x, options, key=checkpoint, progress=bar)
+        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
+        key = checkpoint, progress
+        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
+        blocks, _ = plan(*args)
     return jax.tree.unflatten(point.structure, blocks)
+
+
+def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedFunction:
+    """Trace `f` and check that it returns one real number."""
+    traced = trace_function(f, (x,), options)
+    check_scalar(
+        value_shapes(traced, has_aux, options.where),
+        "f must return a real floating-point scalar",
+        options.where,
+        " If it returns (value, aux), say has_aux=True where that is taken; for a function of "
+        "several values see curvax.jacobian and curvax.gauss_newton.",
+    )
+    return traced
+
+
+# The Hessian by one of its triangles.
+#
+# The leaves of the point are put into a few groups, and the groups in order. A group's rows are
+# computed by differentiating by its own leaves alone, so nothing is done for tangents that are
+# zero, and only up to the columns of the groups that follow. What is left of that is a mirror image
+# of what is right of it elsewhere. For a network, with its layers in the order in which they are
+# applied, that is less than half of the work.
+#
+# The groups are computed one after the other, each from a linearisation of its own, into one
+# matrix. The last comes first: then a row may be written from end to end, and a column too, since
+# what is not known yet is written later.
+
+MOST_GROUPS = 8
+"""Each group has a program of its own to compile."""
+
+LEAST_COLUMNS = 32
+"""With fewer columns for each group on average, there are fewer groups."""
+
+
+_Written = tuple[Array, Array]
+"""The matrix, and an element of what was written to it last.
+
+What comes next can wait for that number; to wait for the matrix would be to make a copy of it.
+"""
+
+
+def group_rows(program: Any, point: Point) -> Sequence[range]:
+    """Return the groups of leaves whose rows are computed together, in order."""
+    most = min(MOST_GROUPS, point.size // LEAST_COLUMNS)
+    if program.effects or most < 2:  # Side effects of a function happen once.
+        return [range(len(point.sizes))]
+    return group_leaves(point.sizes, dependents(program), most)
+
+
+def compute_triangle(
+    f: Fun,
+    x: PyTree,
+    point: Point,
+    groups: Sequence[range],
+    size: int,
+    has_aux: bool,
+    checkpoint: bool,
+    bar: Progress | None,
+) -> tuple[list[Array], PyTree]:
+    """Return the matrix, alone in a list, and the auxiliary value."""
+    f = _jax.trace(f, x)  # Each group differentiates it.
+    value = jax.checkpoint(f) if checkpoint else f
+    tick = None if bar is None else bar.tick
+    leaves, written, aux = jax.tree.leaves(x), None, None
+
+    def group_of_rows(
+        number: int, leaves: Sequence[Array], written: _Written | None
+    ) -> tuple[_Written, PyTree]:
+        """Return the matrix with the rows and the columns of a group, and the auxiliary value."""
+        group = groups[number]
+        following = [leaf for later in groups[number:] for leaf in later]
+
+        def gradient(own: dict[int, Array]) -> Any:
+            def of_some(some: dict[int, Array]) -> Any:
+                filled = [some.get(leaf, array) for leaf, array in enumerate(leaves)]
+                return value(jax.tree.unflatten(point.structure, filled))
+
+            at = {leaf: own.get(leaf, leaves[leaf]) for leaf in following}
+            return jax.grad(of_some, has_aux=has_aux)(at)
+
+        at = {leaf: leaves[leaf] for leaf in group}
+        product, aux = linear_map(jax.linearize, gradient, at, has_aux)
+        part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
+
+        def row(index: Size) -> Array:
+            # After the groups before, of which nothing is held any more but the matrix.
+            known = product(dict(zip(group, part.direction(index + zero), strict=True)))
+            zeros = lambda leaf: jnp.zeros(point.shapes[leaf], point.dtypes[leaf])
+            return point.flatten(
+                [known[i] if i in known else zeros(i) for i in range(len(point.shapes))]
+            )
+
+        if len(groups) == 1:
+            rows = map_indices(row, part.size, size, each_chunk=tick, where="curvax.hessian")
+            return (rows, jnp.zeros(())), aux
+        is_last, start = number + 1 == len(groups), point.offsets[group.start]
+        into = lambda like: _Mirrored(like, written, start, mirrored=not is_last)
+        return reduce_indices(row, part.size, size, into, each_chunk=tick), aux
+
+    for number in reversed(range(len(groups))):
+        if written is not None:
+            # Each group is linearised again, and not at the same time as the others.
+            written, leaves = lax.optimization_barrier((written, leaves))
+        if len(groups) == 1 or point.part(groups[number]).size:
+            written, aux = group_of_rows(number, leaves, written)
+    assert written is not None
+    return [written[0]], aux
+
+
+@dataclass(frozen=True)
+class _Mirrored:
+    """A reducer that writes rows to their place in the matrix and, mirrored, to the columns."""
+
+    like: jax.ShapeDtypeStruct
+    written: _Written | None
+    start: int
+    mirrored: bool
+
+    def init(self) -> _Written:
+        if self.written is not None:
+            return self.written
+        _, n = self.like.shape
+        rows = jax.eval_shape(self._everywhere, self.like)
+        return _jax.filled_like(rows, shape=(n, n)), _jax.filled_like(rows, shape=(1, 1))
+
+    def update(self, carry: _Written, value: Array, chunk: Chunk) -> _Written:
+        matrix, _ = carry
+        rows, start = self._everywhere(value), self.start + chunk.examples_before
+        matrix = lax.dynamic_update_slice_in_dim(matrix, rows, start, 0)
+        if self.mirrored:
+            matrix = lax.dynamic_update_slice_in_dim(matrix, rows.T, start, 1)
+        # An element that is computed; left of the group's own columns it may be a constant zero.
+        return matrix, rows[:1, self.start : self.start + 1]
+
+    def finalize(self, carry: _Written, examples: Size) -> _Written:
+        del examples
+        return carry
+
+    def _everywhere(self, rows: Array) -> Array:
+        """Return rows that can also be columns: those of a sharded point may be sharded."""
+        return _jax.unsharded_along(_jax.unsharded_along(rows, 0), 1)
+
+
+def dependents(program: Any) -> Sequence[int]:
+    """Return how many of the numbers that a program computes depend on each of its inputs."""
+    count = np.zeros(len(program.jaxpr.invars), np.int64)
+    _count_dependents(program, list(np.eye(len(count), dtype=bool)), count)
+    return count.tolist()
+
+
+def _count_dependents(program: Any, inputs: Sequence[Any], count: Any) -> list[Any]:
+    """Add what depends on each input to `count`; return which inputs each output depends on."""
+    jaxpr, _ = _jax.as_program(program) or (program, ())
+    none = np.zeros(len(count), bool)
+    depends = dict(zip(jaxpr.invars, inputs, strict=True))
+    known = lambda atoms: [none if _jax.is_literal(a) else depends.get(a, none) for a in atoms]
+    for eqn in jaxpr.eqns:
+        read = known(eqn.invars)
+        called = [p for p in _jax.parameters(eqn).values() if _jax.as_program(p) is not None]
+        programs = [p for p in called if len(_inputs(p)) == len(read)]
+        if len(called) == 1 and programs:
+            written = _count_dependents(programs[0], read, count)
+        else:
+            of_any = np.any(read, axis=0) if read else none
+            count += of_any * sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
+            written = [of_any] * len(eqn.outvars)
+        depends.update(zip(eqn.outvars, written, strict=True))
+    return known(jaxpr.outvars)
+
+
+def _inputs(program: Any) -> Sequence[Any]:
+    jaxpr, _ = _jax.as_program(program) or (program, ())
+    return jaxpr.invars
+
+
+def group_leaves(sizes: Sequence[int], weights: Sequence[int], most: int) -> list[range]:
+    """Return at most `most` groups of successive leaves, ordered by how much depends on them.
+
+    Neighbours are merged where that adds least to the part of the matrix to be computed.
+    """
+    groups = [range(leaf, leaf + 1) for leaf in range(len(sizes))]
+    total = lambda group: sum(sizes[leaf] for leaf in group)
+    weight = lambda group: max(weights[leaf] for leaf in group)
+
+    def area(group: range) -> int:
+        rest = sum(size for size, w in zip(sizes, weights, strict=True) if w <= weight(group))
+        return total(group) * rest
+
+    def added(left: int) -> int:
+        a, b = groups[left], groups[left + 1]
+        return area(range(a.start, b.stop)) - area(a) - area(b)
+
+    while len(groups) > most:
+        left = min(range(len(groups) - 1), key=added)
+        groups[left : left + 2] = [range(groups[left].start, groups[left + 1].stop)]
+    return sorted(groups, key=weight, reverse=True)

@@ -11,18 +11,27 @@ from jax.sharding import Mesh
 
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
-from curvax.derivatives.block_options import BlockOptions, solve
-from curvax.derivatives.column_sharding import Devices
-from curvax.derivatives.columns import BlockProblem, Part
-from curvax.derivatives.disk.stream import stream
-from curvax.derivatives.flat_point import Point, as_arrays
-from curvax.derivatives.traced_function import (
+from curvax.derivatives.arguments import (
+    Point,
     TracedFunction,
-    advised,
-    linear_map,
+    check_block_size,
+    check_options,
+    check_point,
+    trace_function,
+    unit_vector,
     value_shapes,
+)
+from curvax.derivatives.columns import (
+    BlockProblem,
+    Part,
+    advised,
+    compute_columns,
+    linear_map,
+    plan_blocks,
+    put_on_mesh,
     why_not,
 )
+from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import FunctionCache, Objective
@@ -79,8 +88,9 @@ def jacobian(
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
             call, compiled by itself, may allocate, the result included. With `out`, what it holds
             while it computes a block.
-        objective: with a budget, "memory" takes the largest block that fits, "time" the fastest
-            of some.
+        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
+            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
+            cache, elsewhere the largest.
         mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers,
             or the other one if `f` has no derivative in that mode.
         has_aux: whether `f` returns `(value, aux)`.
@@ -129,9 +139,20 @@ def jacobian(
     where = "curvax.jacobian"
     if mode not in get_args(Mode):
         raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
-    devices = Devices.of(mesh, axis, replicated, where, to_disk=out is not None)
-    point, x = Point.of(x, where), devices.checked("x", as_arrays(x), where)
-    traced = TracedFunction.of(f, x)
+    options = check_options(
+        where,
+        nbatches=nbatches,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        objective=objective,
+        jit=jit,
+        mesh=mesh,
+        axis=axis,
+        replicated=replicated,
+        to_disk=out is not None,
+    )
+    point, x = check_point(x, options)
+    traced = trace_function(f, (x,), options)
     outputs = _outputs(traced, has_aux, where)
     leaves, structure = jax.tree.flatten(outputs)
 
@@ -140,25 +161,25 @@ def jacobian(
             return _by_rows(f, point, outputs, checkpoint, has_aux)
         return _by_columns(f, point, checkpoint, has_aux)
 
-    why_not_by = lambda reverse: why_not(by(reverse, traced.with_consts(traced.consts)), x)
+    why_not_by = lambda reverse: why_not(by(reverse, traced.traced()), x)
     reverse = _is_reverse(mode, leaves, out is not None, where)
     if reverse is None:
         cheaper = REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
         reverse = _possible(traced, cheaper, why_not_by, (checkpoint, has_aux))
     problem = functools.partial(by, reverse)
-    options = BlockOptions.of(
-        sum(devices.share(part.length) for part in problem(f).parts),
-        where,
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        devices=devices,
+    lengths = [options.local_length(part.length) for part in problem(f).parts]
+    block_size = check_block_size(
+        options,
+        sum(lengths),
         # Whoever leaves the mode to us counts in parameters.
-        most=None if mode == "reverse" else devices.share(point.size),
+        most=None if mode == "reverse" else options.local_length(point.size),
         what="rows" if mode == "reverse" else "parameters",
     )
+
+    def build(size: int) -> Fun:
+        return lambda consts, x: compute_columns(
+            problem(traced.bind(consts)), x, size, options, progress
+        )
 
     def other_mode() -> str | None:
         if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
@@ -177,13 +198,13 @@ def jacobian(
 
     with advised(where, lambda: why_not_by(reverse), other_mode):
         if out is not None:
-            arrays, aux = stream(
-                problem(traced.untraced()), x, options, out, overwrite, verify, progress
-            )
+            made = problem(traced.untraced())
+            arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
         else:
-            bar = "jacobian" if progress else None
-            key = checkpoint, reverse, has_aux
-            parts, aux = solve(problem, [traced], x, options, key=key, progress=bar)
+            args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
+            key, max_size = (checkpoint, reverse, has_aux, progress), max(lengths, default=0)
+            plan = plan_blocks(build, [traced], args, options, block_size, max_size, key=key)
+            parts, aux = plan(*args)
             arrays = jax.tree.leaves(parts)
     J = jax.tree.unflatten(structure, arrays)
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
@@ -211,9 +232,8 @@ def _by_rows(
         leaf = leaves[number]
 
         def row(pull_back: Any, index: Size) -> Array:
-            unit = (jnp.arange(leaf.size, dtype=jnp.int32) == index).astype(leaf.dtype)
             cotangents = [jnp.zeros(other.shape, other.dtype) for other in leaves]
-            cotangents[number] = unit.reshape(leaf.shape)
+            cotangents[number] = unit_vector(index, leaf.shape, leaf.dtype)
             (gradient,) = pull_back(jax.tree.unflatten(structure, cotangents))
             return point.flatten(gradient).astype(leaf.dtype)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._types import Array, PyTree
-from curvax.derivatives.flat_point import Point
+from curvax.derivatives.arguments import Point
 
 __all__ = ["hessian_to_pytree", "jacobian_to_pytree"]
 

@@ -27,7 +27,7 @@ from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_within
 from curvax.memory.budget import Budget
-from curvax.memory.compiled import BudgetRequest, Objective, PlanFor
+from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 __all__ = ["checkpoint_chunked_scan", "checkpointed_scan", "nested_lengths", "run_nested"]
 
@@ -80,7 +80,8 @@ def checkpointed_scan(
             scan, compiled by itself, allocates no more.
         plan_for: whether the budget is for the "gradient" through the scan, with respect to all
             arrays that it depends on, or for its "value".
-        objective: "memory" takes the fewest levels that fit, "time" the fastest of some.
+        objective: "memory" and "time" both take the fewest levels that fit: with each level more,
+            the steps are computed once more.
 
     Returns:
         The last carry, and all outputs.
@@ -102,7 +103,7 @@ def checkpointed_scan(
     """
     where = "curvax.checkpointed_scan"
     levels = check_size("levels", levels, where)
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget, {"levels": levels}, where, plan_for=plan_for, objective=objective
     )
 
@@ -121,7 +122,9 @@ def checkpointed_scan(
     levels_of = {nested_lengths(steps, levels)[-1]: levels for levels in most_levels}
     build = lambda size: lambda init, xs: run(levels_of[_at_most(levels_of, size)], init, xs)
     key = where, length, bool(reverse), as_key(unroll)
-    return budget.run(f, build, (init, xs), {}, sorted(levels_of), key=key)
+    largest = replace(budget, objective="memory")
+    plan = plan_call(largest, f, build, (init, xs), {}, sorted(levels_of), key=key)
+    return plan(init, xs)
 
 
 def _at_most(sizes: Iterable[int], size: int) -> int:
@@ -307,7 +310,8 @@ def checkpoint_chunked_scan(
             allocates no more.
         plan_for: whether the budget is for the "gradient" through the scan, with respect to all
             arrays that it depends on, or for its "value".
-        objective: "memory" takes the largest chunk that fits, "time" the fastest of some.
+        objective: "memory" takes the largest chunk that fits; "time" one that is fast by a
+            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
 
     Returns:
         The last carry, and all outputs.
@@ -330,7 +334,7 @@ def checkpoint_chunked_scan(
     where = "curvax.checkpoint_chunked_scan"
     chunk_size = check_size("chunk_size", chunk_size, where)
     sizes = {"chunk_size": chunk_size}
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget, sizes, where, plan_for=plan_for, objective=objective, advice=_ADVICE
     )
     if budget is None:
@@ -348,7 +352,8 @@ def checkpoint_chunked_scan(
     # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
     sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)
     key = where, length, bool(reverse), as_key(unroll)
-    return budget.run(f, build, (init, xs), {}, sizes, key=key)
+    plan = plan_call(budget, f, build, (init, xs), {}, sizes, key=key)
+    return plan(init, xs)
 
 
 _ADVICE = "What else helps: checkpointed_scan, whose nested checkpoints need less."

@@ -14,7 +14,7 @@ from curvax.maps.chunk_plan import contiguous_sizes
 from curvax.maps.chunking import map_chunks
 from curvax.maps.sharding import Share, number_on_each
 from curvax.memory.budget import Budget
-from curvax.memory.compiled import BudgetRequest, Objective, PlanFor
+from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 __all__ = ["chunked_vmap"]
 
@@ -60,7 +60,8 @@ def chunked_vmap(
             largest chunk is taken with which a call, compiled by itself, allocates no more.
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
-        objective: "memory" takes the largest chunk that fits, "time" the fastest of some.
+        objective: "memory" takes the largest chunk that fits; "time" one that is fast by a
+            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
         mesh: split the examples among the devices of a mesh. `chunk_size` and `memory_budget` are
             then for each device. Arguments that are not mapped are there whole on all of them.
         axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
@@ -93,7 +94,7 @@ def chunked_vmap(
     where = "curvax.chunked_vmap"
     chunk_size = check_size("chunk_size", chunk_size, where)
     devices = MeshAxis.of(mesh, axis, where, replicated)
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget,
         {"chunk_size": chunk_size},
         where,
@@ -119,7 +120,8 @@ def chunked_vmap(
         if budget is None:
             return run(chunk_size, *args, **kwargs)
         length = mapped_arguments(fun, args, kwargs, in_axes, where).length
-        return budget.run(
+        plan = plan_call(
+            budget,
             fun,
             lambda size: functools.partial(run, size),
             args,
@@ -127,5 +129,6 @@ def chunked_vmap(
             contiguous_sizes(number_on_each(devices, length)),
             key=(where, as_key((in_axes, out_axes)), checkpoint, devices, replicated),
         )
+        return plan(*args, **kwargs)
 
     return mapped

@@ -19,7 +19,7 @@ from curvax.maps.chunk_plan import check_order, even_sizes
 from curvax.maps.chunking import map_chunks
 from curvax.maps.sharding import Share, number_on_each
 from curvax.memory.budget import Budget
-from curvax.memory.compiled import BudgetRequest, Objective, PlanFor
+from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 __all__ = ["PerExample", "micro_grad"]
 
@@ -132,7 +132,7 @@ def micro_grad(
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
     devices = MeshAxis.of(mesh, axis, where, replicated)
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget,
         sizes,
         where,
@@ -175,7 +175,8 @@ def micro_grad(
             return run(microbatch_size, limit, *args, **kwargs)
         length = batch_of(args, kwargs).length
         options = argnums, batch_argnums, accumulator, transform_fn, metrics_fn, in_axes, vmap_fn
-        return budget.run(
+        plan = plan_call(
+            budget,
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
@@ -183,6 +184,7 @@ def micro_grad(
             even_sizes(number_on_each(devices, length)),
             key=(where, as_key(options), has_aux, keep_batch_dim, order, devices, replicated),
         )
+        return plan(limit, *args, **kwargs)
 
     return gradients
 

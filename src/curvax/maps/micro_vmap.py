@@ -16,7 +16,7 @@ from curvax.maps.chunk_plan import check_order, even_sizes
 from curvax.maps.chunking import map_chunks
 from curvax.maps.sharding import Share, number_on_each
 from curvax.memory.budget import Budget
-from curvax.memory.compiled import BudgetRequest, Objective, PlanFor
+from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 __all__ = ["micro_vmap"]
 
@@ -76,7 +76,8 @@ def micro_vmap(
             more.
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
-        objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
+        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
+            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
         mesh: split the examples among the devices of a mesh. `microbatch_size` and `memory_budget`
             are then for each device. An `Accumulator` needs its `combine`.
         axis: along which axis of the mesh, or several; as in `chunked_vmap`.
@@ -110,7 +111,7 @@ def micro_vmap(
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
     devices = MeshAxis.of(mesh, axis, where, replicated)
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget,
         sizes,
         where,
@@ -141,7 +142,8 @@ def micro_vmap(
             return run(microbatch_size, limit, *args, **kwargs)
         length = mapped_arguments(fun, args, kwargs, in_axes, where).length
         options = as_key((in_axes, out_axes, accumulator, vmap_fn))
-        return budget.run(
+        plan = plan_call(
+            budget,
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
@@ -149,5 +151,6 @@ def micro_vmap(
             even_sizes(number_on_each(devices, length)),
             key=(where, options, order, devices, replicated),
         )
+        return plan(limit, *args, **kwargs)
 
     return mapped

@@ -19,7 +19,7 @@ from curvax.maps.chunk_plan import ChunkPlan, check_limit, check_order, even_siz
 from curvax.maps.chunking import reduce_batch, trace_once
 from curvax.maps.sharding import Share, number_on_each
 from curvax.memory.budget import Budget
-from curvax.memory.compiled import BudgetRequest, Objective, PlanFor
+from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 __all__ = ["microbatch", "reshape_batch_axis"]
 
@@ -82,7 +82,8 @@ def microbatch(
             more.
         plan_for: whether the budget is for the "value" or for the "gradient" through the map,
             with respect to all arrays that it depends on.
-        objective: "memory" takes the largest microbatch that fits, "time" the fastest of some.
+        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
+            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
         mesh: split the batch among the devices of a mesh. `microbatch_size` and `memory_budget`
             are then for each device. An `Accumulator` needs its `combine`.
         axis: along which axis of the mesh, or several; as in `chunked_vmap`.
@@ -115,7 +116,7 @@ def microbatch(
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
     devices = MeshAxis.of(mesh, axis, where, replicated)
-    budget = BudgetRequest.of(
+    budget = check_budget(
         memory_budget,
         sizes,
         where,
@@ -155,7 +156,8 @@ def microbatch(
             return run(microbatch_size, limit, *args, **kwargs)
         length = batch_of(args, kwargs).length
         options = as_key((argnums, argnames, in_axes, accumulator))
-        return budget.run(
+        plan = plan_call(
+            budget,
             fun,
             lambda size: functools.partial(run, size),
             (limit, *args),
@@ -163,6 +165,7 @@ def microbatch(
             even_sizes(number_on_each(devices, length)),
             key=(where, options, order, devices, replicated),
         )
+        return plan(limit, *args, **kwargs)
 
     return microbatched
 

@@ -1,9 +1,10 @@
-"""Functions that take a memory budget in place of a size.
+"""Functions that take a memory budget in place of a size, planned and compiled once.
 
-A `BudgetRequest` is what the user asked for. `run` calls a function whose size it plans: it looks
-the plan up, or makes it; then it runs the very program that was compiled and checked. Under an
-outer transformation, where there is nothing to run yet, only the size is planned, for shapes like
-these, and the function of that size becomes part of the outer program.
+`check_budget` validates what the user gave. `plan_call` finds the size for a call: it looks the
+plan up, or makes it, and returns the very program that was compiled and checked. `compile_call`
+does the same where the size is known. Under an outer transformation, where there is nothing to run
+yet, only the size is planned, for shapes like these, and the function of that size becomes part of
+the outer program.
 
 A compiled program is used again only if it is the program of the function as it is now. So the
 function is traced at each call, and programs are kept by what was traced (`Program.key`), without
@@ -11,6 +12,7 @@ the arrays that it closed over: these are arguments. Whoever knows what the prog
 tracing it says so with `is_settled`.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -24,10 +26,9 @@ import numpy as np
 
 from curvax import _jax
 from curvax._tree import as_key
-from curvax._types import Fun, PyTree
+from curvax._types import Fun
 from curvax.memory.budget import Budget, parse_memory
-from curvax.memory.plan import ADVICE, MemoryPlan, plan_at, plan_size
-from curvax.memory.timing import fastest
+from curvax.memory.plan import ADVICE, MemoryPlan, plan_at, plan_fast_size, plan_size
 from curvax.memory.usage import Executable, Program
 
 __all__ = [
@@ -35,8 +36,11 @@ __all__ = [
     "FunctionCache",
     "Objective",
     "PlanFor",
+    "check_budget",
+    "compile_call",
+    "plan_call",
+    "record",
     "recorded_plans",
-    "run_compiled",
 ]
 
 
@@ -44,8 +48,8 @@ __all__ = [
 #
 # Functions are told apart by identity, and bound methods by that of their object, since Python
 # makes a new one each time it is asked for. That says how long to keep something, not what a
-# function does: it may read what has changed since. Keys say what it does, see
-# `_Call`. What is kept must not refer to the function: it would never be let go.
+# function does: it may read what has changed since. Keys say what it does. What is kept must not
+# refer to the function: it would never be let go.
 
 T = TypeVar("T")
 
@@ -104,14 +108,61 @@ def _owner(fun: Callable[..., Any]) -> tuple[Any, Any]:
     return (fun.__self__, fun.__func__) if inspect.ismethod(fun) else (fun, None)
 
 
+# What the user asks for.
+
 PlanFor: TypeAlias = Literal["value", "gradient"]
 """Which program a budget is for: the function itself, or the gradient through it."""
 
 Objective: TypeAlias = Literal["memory", "time"]
-"""What to choose among sizes that fit: the largest, or the fastest."""
+"""What to choose among sizes that fit: the largest, or the one that is expected to be fastest."""
 
-Rehearsal: TypeAlias = Callable[[int], tuple[Fun, float]]
-"""From a size, a function that does a part of the work, and which share of it."""
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """A memory budget as the user gave it, and what it is for."""
+
+    budget: Budget
+    plan_for: PlanFor
+    objective: Objective
+    where: str
+    advice: str
+    is_shared: bool
+    """Whether several processes run the program together. They must then do as the first does."""
+
+
+def check_budget(
+    memory_budget: Budget | None,
+    sizes: Mapping[str, Any],
+    where: str,
+    *,
+    plan_for: PlanFor = "value",
+    objective: Objective = "memory",
+    advice: str = ADVICE,
+    is_shared: bool = False,
+) -> BudgetRequest | None:
+    """Check that there is a budget or one of the named sizes, not both. None is no budget."""
+    for name, choice, kinds in (
+        ("plan_for", plan_for, get_args(PlanFor)),
+        ("objective", objective, get_args(Objective)),
+    ):
+        if choice not in kinds:
+            raise ValueError(f"{where}: {name} must be one of {kinds}, got {choice!r}.")
+    if memory_budget is None:
+        if objective != "memory":
+            raise ValueError(
+                f"{where}: objective={objective!r} chooses among sizes that fit a budget; give "
+                f"memory_budget as well."
+            )
+        return None
+    for name, size in sizes.items():
+        if size is not None:
+            raise ValueError(
+                f"{where}: give {name} or memory_budget, not both; got {name}={size!r} and "
+                f"memory_budget={memory_budget!r}."
+            )
+    parse_memory(memory_budget)
+    return BudgetRequest(memory_budget, plan_for, objective, where, advice, is_shared)
+
 
 _recorders: ContextVar[tuple[list[MemoryPlan], ...]] = ContextVar("recorders", default=())
 
@@ -142,229 +193,136 @@ def recorded_plans() -> Generator[list[MemoryPlan]]:
         _recorders.reset(token)
 
 
-@dataclass
-class _Kept:
-    """What is kept for a function: its plan if it has one, and its compiled value if that runs."""
+# What was planned and compiled.
 
-    plan: MemoryPlan | None
-    value: Executable | None
-
-
-_kept: FunctionCache[_Kept] = FunctionCache()
+_plans: FunctionCache[MemoryPlan] = FunctionCache()
+_executables: FunctionCache[Executable] = FunctionCache()
 _sizes: FunctionCache[list[int]] = FunctionCache()
 """The sizes that were planned for a function, which is not always the same; the last first."""
 
 MOST_SIZES = 4
 
 
-def run_compiled(
+def compile_call(
     fun: Fun,
-    call_with: Fun,
+    call: Fun,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     key: Hashable,
     is_settled: bool = False,
-) -> PyTree:
-    """Call `call_with(*args, **kwargs)`, compiled once for what it computes, and for the key.
+) -> Fun:
+    """Return `call` compiled for arguments like these, once for what it computes and for the key.
 
-    What is kept does not outlive `fun`, of which `call_with` is made. With `is_settled`, the key
-    and the shapes of the arguments say what it computes, and it is not traced to know.
+    What is kept does not outlive `fun`, of which `call` is made. With `is_settled`, the key and the
+    shapes of the arguments say what it computes, and it is not traced to know.
     """
-    call = _Call.of(args, kwargs)
-    if call.is_traced:
-        return call_with(*args, **kwargs)
-    key = key, call.key, _jax.tracing_context()
+    given = _Arguments.of(args, kwargs)
+    if given.are_traced:
+        return call
+    key = key, given.key, _jax.tracing_context()
+    executable = _compiled(fun, key, lambda: _traced(call, given), is_settled)
+    return call if executable is None else _on_arrays(executable)
+
+
+def plan_call(
+    request: BudgetRequest,
+    fun: Fun,
+    build: Callable[[int], Fun],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sizes: Sequence[int],
+    *,
+    key: Hashable = (),
+    is_settled: bool = False,
+) -> Fun:
+    """Return `build(size)`, compiled for arguments like these, at the size that is planned.
+
+    What was planned is kept as long as `fun` lives, for what is computed, the shapes of the
+    arguments and `key`, which must tell apart all that the sizes depend on besides them. With
+    `is_settled` the key and the shapes say what is computed, and it is not traced to know.
+    """
+    given = _Arguments.of(args, kwargs)
+    key = key, request, type(request.budget), given.key, tuple(sizes[-1:]), _jax.tracing_context()
+    trace = functools.cache(lambda size: _traced(build(size), given))
+    # Of a function that may have changed, the program at the planned size says what it does.
+    key_at = lambda size: (key, size) if is_settled else ((key, size), trace(size).key)
+
+    planned = _sizes.find(fun, key) or []
+    found = (_plans.find(fun, key_at(size)) for size in planned)
+    plan = next((plan for plan in found if plan is not None), None)
+    if plan is None:
+        plan = _planned(request, trace, sizes)
+        size, executable = plan.batch_size, plan.executable
+        plan = replace(plan, executable=None)
+        _plans.keep(fun, key_at(size), plan)
+        _sizes.keep(fun, key, [size, *(s for s in planned if s != size)][:MOST_SIZES])
+        # Tracers must not outlive their transformation. A gradient is not what will be called.
+        if request.plan_for == "value" and executable is not None and executable.runs:
+            kept = executable if is_settled else executable.without_consts()
+            _executables.keep(fun, key_at(size), kept)
+    record(plan)
+    size = plan.batch_size
+    if given.are_traced:
+        return build(size)
+    executable = _compiled(fun, (key, size), lambda: trace(size), is_settled)
+    return build(size) if executable is None else _on_arrays(executable)
+
+
+def _planned(
+    request: BudgetRequest, trace: Callable[[int], Program], sizes: Sequence[int]
+) -> MemoryPlan:
+    """Make the plan; of several processes, all make that of the first."""
+
+    def compile(size: int) -> Executable:
+        program = trace(size)
+        return (program.gradient() if request.plan_for == "gradient" else program).compile()
+
+    sent = _jax.sent_by_first if request.is_shared else lambda number: number
+    # As two numbers of 32 bits, which is what processes can send each other.
+    upper, lower = sent(divmod(parse_memory(request.budget), 1 << 30))
+    budget = (int(upper) << 30) + int(lower)
+    plan_with = plan_fast_size if request.objective == "time" else plan_size
+    plan = plan_with(compile, sizes, budget, request.where, request.advice)
+    size = int(sent(plan.batch_size))
+    return plan if size == plan.batch_size else plan_at(plan, size, compile(size))
+
+
+def _compiled(
+    fun: Fun, key: Hashable, trace: Callable[[], Program], is_settled: bool
+) -> Executable | None:
+    """Return the executable for a key and, unless that is settled, for what is traced now.
+
+    It is None for a program that closes over tracers, and so cannot be run by itself.
+    """
     if is_settled:
-        kept = _kept.get(fun, key, lambda: _Kept(None, call.compile(call_with)))
-        return call_with(*args, **kwargs) if kept.value is None else kept.value(*call.leaves)
-    program = call.program(call_with)
+        return _executables.get(fun, key, lambda: trace().compile())
+    program = trace()
     if not program.runs:
-        return call_with(*args, **kwargs)
-    kept = _kept.get(
-        fun, (key, program.key), lambda: _Kept(None, program.compile().without_consts())
+        return None
+    executable = _executables.get(
+        fun, (key, program.key), lambda: program.compile().without_consts()
     )
-    assert kept.value is not None
-    return kept.value.with_consts(program.consts)(*call.leaves)
+    return executable.with_consts(program.consts)
+
+
+# The arguments of a call: its arrays, and all that is not an array.
 
 
 @dataclass(frozen=True)
-class BudgetRequest:
-    """A memory budget as the user gave it, and what it is for."""
+class _Arguments:
+    """Positional and keyword arguments, of which the arrays may be replaced by others."""
 
-    budget: Budget
-    plan_for: PlanFor
-    objective: Objective
-    where: str
-    advice: str = ADVICE
-    is_shared: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        memory_budget: Budget | None,
-        sizes: Mapping[str, Any],
-        where: str,
-        *,
-        plan_for: PlanFor = "value",
-        objective: Objective = "memory",
-        advice: str = ADVICE,
-        is_shared: bool = False,
-    ) -> "BudgetRequest | None":
-        """Check what the user gave: a budget, or one of the named sizes. None is no budget.
-
-        `is_shared` says that several processes run the program together and all make this request.
-        They must then do as the first of them.
-        """
-        for name, choice, kinds in (
-            ("plan_for", plan_for, get_args(PlanFor)),
-            ("objective", objective, get_args(Objective)),
-        ):
-            if choice not in kinds:
-                raise ValueError(f"{where}: {name} must be one of {kinds}, got {choice!r}.")
-        if memory_budget is None:
-            if objective != "memory":
-                raise ValueError(
-                    f"{where}: objective={objective!r} chooses among sizes that fit a budget; give "
-                    f"memory_budget as well."
-                )
-            return None
-        for name, size in sizes.items():
-            if size is not None:
-                raise ValueError(
-                    f"{where}: give {name} or memory_budget, not both; got {name}={size!r} and "
-                    f"memory_budget={memory_budget!r}."
-                )
-        parse_memory(memory_budget)
-        return cls(memory_budget, plan_for, objective, where, advice, is_shared)
-
-    def run(
-        self,
-        fun: Fun,
-        build: Callable[[int], Fun],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        sizes: Sequence[int] | Callable[[], Sequence[int]],
-        *,
-        key: Hashable = (),
-        is_settled: bool = False,
-        rehearse: Rehearsal | None = None,
-    ) -> PyTree:
-        """Call `build(size)(*args, **kwargs)` at the planned size, one of `sizes`.
-
-        What was planned is kept as long as `fun` lives, for what is computed, the shapes of the
-        arguments and `key`, which must tell apart all that the sizes depend on beside them. With
-        `is_settled` the key and the shapes say what is computed, and it is not traced to know.
-        `rehearse` gives a part of the work to time in its place, and which share it is.
-        """
-        call = _Call.of(args, kwargs)
-        largest = () if callable(sizes) else tuple(sizes[-1:])
-        key = key, self, type(self.budget), call.key, largest, _jax.tracing_context()
-        traced: dict[int, Program] = {}
-
-        def program(size: int) -> Program:
-            if size not in traced:
-                traced[size] = call.program(build(size))
-            return traced[size]
-
-        def plan() -> _Kept:
-            return self._plan(program, call, sizes() if callable(sizes) else sizes, rehearse)
-
-        if is_settled:
-            kept = _kept.get(fun, key, plan)
-        else:
-            kept = _found(fun, key, program) or _keep(fun, key, program, plan())
-        assert kept.plan is not None
-        record(kept.plan)
-        size = kept.plan.batch_size
-        if call.is_traced or (not is_settled and not program(size).runs):
-            return build(size)(*args, **kwargs)
-        if is_settled:
-            kept.value = kept.value or call.compile(build(size))
-            runs = kept.value
-        else:
-            kept.value = kept.value or program(size).compile().without_consts()
-            runs = kept.value.with_consts(program(size).consts)
-        return build(size)(*args, **kwargs) if runs is None else runs(*call.leaves)
-
-    def _plan(
-        self,
-        value: Callable[[int], Program],
-        call: "_Call",
-        sizes: Sequence[int],
-        rehearse: Rehearsal | None,
-    ) -> _Kept:
-        of_gradient = self.plan_for == "gradient"
-
-        def program(size: int) -> Program:
-            return value(size).gradient() if of_gradient else value(size)
-
-        def timed(size: int) -> tuple[Program, float]:
-            if rehearse is None or of_gradient:
-                return program(size), 1.0
-            part, share = rehearse(size)
-            return call.program(part), share
-
-        sent = _jax.sent_by_first if self.is_shared else lambda number: number
-        budget = _joined(sent(_digits(parse_memory(self.budget))))
-        plan = plan_size(program, sizes, budget, self.where, self.advice)
-        if self.objective == "time":
-            plan = fastest(plan, program, timed, None if of_gradient else call.leaves, sent)
-        size = int(sent(plan.batch_size))
-        if size != plan.batch_size:
-            plan = plan_at(plan, size, program(size).compile())
-        compiled = None if of_gradient else runnable(plan.executable)
-        return _Kept(replace(plan, executable=None), compiled)
-
-
-def _found(fun: Fun, key: Hashable, program: Callable[[int], Program]) -> _Kept | None:
-    """What is kept for a function, as it is now and at one of the sizes that were planned."""
-    for size in _sizes.find(fun, key) or ():
-        kept = _kept.find(fun, (key, size, program(size).key))
-        if kept is not None:
-            return kept
-    return None
-
-
-def _keep(fun: Fun, key: Hashable, program: Callable[[int], Program], made: _Kept) -> _Kept:
-    """Keep what was planned, without what the function closes over now."""
-    assert made.plan is not None
-    size = made.plan.batch_size
-    if made.value is not None:
-        made.value = made.value.without_consts()
-    _kept.keep(fun, (key, size, program(size).key), made)
-    others = [before for before in _sizes.find(fun, key) or () if before != size]
-    _sizes.keep(fun, key, [size, *others][:MOST_SIZES])
-    return made
-
-
-def _digits(number: int) -> tuple[int, int]:
-    """A number as two that processes can send each other, as 32 bits."""
-    return divmod(number, 1 << 30)
-
-
-def _joined(digits: Sequence[Any]) -> int:
-    return (int(digits[0]) << 30) + int(digits[1])
-
-
-def runnable(executable: Executable | None) -> Executable | None:
-    """The executable if it can be run and kept; tracers must not outlive their transformation."""
-    return executable if executable is not None and executable.runs else None
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a call: its arrays, and all that is not an array."""
-
-    leaves: tuple[Any, ...]
+    arrays: tuple[Any, ...]
     key: Hashable
+    """The shapes of the arrays, and everything else."""
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Arguments":
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
         places = [i for i, x in enumerate(leaves) if _is_array(x)]
-        arrays = tuple(jax.numpy.asarray(leaves[i]) for i in places)
+        arrays = _arrays(leaves)
         shapes = tuple(map(_jax.shape_of, arrays))
         others = tuple((i, as_key(x)) for i, x in enumerate(leaves) if i not in places)
 
@@ -378,25 +336,32 @@ class _Call:
         return cls(arrays, (structure, shapes, weak, others), rebuild)
 
     @property
-    def is_traced(self) -> bool:
+    def are_traced(self) -> bool:
         """Whether some argument is a tracer, so that nothing can be run yet."""
-        return any(map(_jax.is_tracer, self.leaves))
+        return any(map(_jax.is_tracer, self.arrays))
 
-    def program(self, fun: Fun) -> Program:
-        """`fun`, of the arrays alone, traced."""
 
-        def call(*arrays: Any) -> Any:
-            args, kwargs = self.rebuild(arrays)
-            return fun(*args, **kwargs)
+def _traced(fun: Fun, given: _Arguments) -> Program:
+    """Trace `fun` as a function of the arrays alone."""
 
-        return Program.of(call, self.leaves)
+    def call(*arrays: Any) -> Any:
+        args, kwargs = given.rebuild(arrays)
+        return fun(*args, **kwargs)
 
-    def compile(self, fun: Fun) -> Executable | None:
-        """`fun` compiled, if it can be run by itself and there is something to run it on."""
-        if self.is_traced:
-            return None
-        program = self.program(fun)
-        return program.compile() if program.runs else None
+    return Program.of(call, given.arrays)
+
+
+def _on_arrays(executable: Executable) -> Fun:
+    """Return an executable as a function of arguments, of which it takes the arrays."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return executable(*_arrays(jax.tree.leaves((args, kwargs))))
+
+    return run
+
+
+def _arrays(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(jax.numpy.asarray, filter(_is_array, leaves)))
 
 
 def _is_array(x: Any) -> bool:

@@ -5,6 +5,7 @@ needed is close to affine in the size, so a few compilations find the largest th
 (`largest_that_fits`). The one that was chosen has been compiled and checked, and is kept.
 """
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,16 @@ from curvax._types import Fun
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
 
-__all__ = ["MemoryPlan", "Trial", "largest_that_fits", "plan_at", "plan_batch_size", "plan_size"]
+__all__ = [
+    "MemoryPlan",
+    "Trial",
+    "fast_size",
+    "largest_that_fits",
+    "plan_at",
+    "plan_batch_size",
+    "plan_fast_size",
+    "plan_size",
+]
 
 
 # The largest size that fits, found with few questions; in plain Python.
@@ -245,30 +255,30 @@ def plan_batch_size(
     if most is None:
         raise TypeError(f"{where}: max_size must be a Python integer, got None.")
 
-    def program(size: int) -> Program:
+    def compile(size: int) -> Executable:
         def call(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(structure, leaves)
             return build(size)(*args, **kwargs)
 
-        return Program.of(call, leaves)
+        return Program.of(call, leaves).compile()
 
-    return plan_size(program, range(1, most + 1), budget, where)
+    return plan_size(compile, range(1, most + 1), budget, where)
 
 
 def plan_size(
-    program: Callable[[int], Program],
+    compile: Callable[[int], Executable],
     sizes: Sequence[int],
     budget: int,
     where: str,
     advice: str = ADVICE,
 ) -> MemoryPlan:
-    """The plan for the largest of `sizes`, which ascend, whose program fits the budget."""
+    """Return the plan for the largest of `sizes`, which ascend, whose program fits the budget."""
     trials: list[Trial] = []
     best: tuple[int, Executable] | None = None
 
     def measure(size: int) -> int:
         nonlocal best
-        executable = program(size).compile()
+        executable = compile(size)
         trials.append(Trial(size, executable.usage))
         needs = executable.usage.added_bytes
         if needs <= budget and (best is None or size > best[0]):
@@ -277,7 +287,7 @@ def plan_size(
 
     largest_that_fits(measure, sizes, budget)
     if best is None:
-        # One by one can be dearer than two at a time. The message shall name the least.
+        # One by one can need more than two at a time. The message names the least.
         tried = {trial.size for trial in trials}
         for size in [size for size in sizes[:3] if size not in tried]:
             measure(size)
@@ -297,7 +307,7 @@ def plan_size(
 
 
 def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
-    """The plan with another size, whose program this is."""
+    """Return the plan with another size, whose program this is."""
     return replace(
         plan,
         batch_size=size,
@@ -306,3 +316,59 @@ def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
         trials=(*plan.trials, Trial(size, executable.usage)),
         executable=executable,
     )
+
+
+# The size that is expected to be fastest, by a rule; nothing is timed.
+#
+# On an accelerator that is the largest that fits. On a CPU a batch should be large enough to spread
+# what is done once for each batch, and its temporaries should stay in the last-level cache. How
+# these grow with the size is known from two compiled programs. docs/design.md compares the rule
+# with timed sizes.
+
+CACHE_BYTES = 10_000_000
+"""What the temporaries of a fast batch take: about a third of a last-level cache of 32 MiB."""
+
+PROBES = 16, 64
+"""The two sizes that are compiled; nearby powers of two are the answer for most programs."""
+
+SMALLEST, LARGEST = 8, 128
+"""Sizes beyond these are not faster, whatever their temporaries."""
+
+
+def plan_fast_size(
+    compile: Callable[[int], Executable],
+    sizes: Sequence[int],
+    budget: int,
+    where: str,
+    advice: str = ADVICE,
+) -> MemoryPlan:
+    """Return the plan for the `fast_size`, or for the largest below it that fits the budget."""
+    if jax.default_backend() != "cpu":
+        return plan_size(compile, sizes, budget, where, advice)
+    trials: list[Trial] = []
+
+    @functools.cache
+    def compile_once(size: int) -> Executable:
+        executable = compile(size)
+        trials.append(Trial(size, executable.usage))
+        return executable
+
+    fast = fast_size(lambda size: compile_once(size).usage.temp_bytes, sizes)
+    fits = compile_once(fast).usage.added_bytes <= budget
+    smaller = sizes[: bisect_left(sizes, fast)]
+    plan = plan_size(
+        compile_once, smaller if smaller and not fits else [fast], budget, where, advice
+    )
+    num_batches = -(-sizes[-1] // plan.batch_size)
+    return replace(plan, trials=tuple(trials), max_size=sizes[-1], num_batches=num_batches)
+
+
+def fast_size(temporaries: Callable[[int], int], sizes: Sequence[int]) -> int:
+    """Return the power of two whose temporaries fill the cache best, or the next smaller size."""
+    at_most = lambda wanted: sizes[max(0, bisect_right(sizes, wanted) - 1)]
+    small, large = map(at_most, PROBES)
+    if small == large:
+        return large
+    added = (temporaries(large) - temporaries(small)) / (large - small)
+    wanted = LARGEST if added <= 0 else CACHE_BYTES / added
+    return at_most(min(max(2 ** round(math.log2(wanted)), SMALLEST), LARGEST))

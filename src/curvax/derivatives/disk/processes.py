@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from curvax import _jax
 from curvax._types import PyTree
-from curvax.derivatives.column_sharding import Devices
 from curvax.devices.mesh_axis import MeshAxis
 
 __all__ = ["Team"]
@@ -41,13 +40,12 @@ class Team:
     where: str
 
     @classmethod
-    def of(cls, devices: Devices, where: str) -> "Team":
+    def of(cls, axis: MeshAxis | None, where: str) -> "Team":
         """All processes, or this one alone if it is alone or the mesh has no devices of others."""
         number, count = jax.process_index(), jax.process_count()
-        if count == 1 or (devices.axis is not None and not devices.is_shared):
-            return cls(0, 1, devices.axis, where)
-        mesh = None if devices.axis is None else devices.axis.mesh
-        own = [_jax.default_device()] if mesh is None else list(mesh.local_devices)
+        if count == 1 or (axis is not None and not axis.is_shared):
+            return cls(0, 1, axis, where)
+        own = [_jax.default_device()] if axis is None else list(axis.mesh.local_devices)
         axis = MeshAxis(Mesh(np.array(own), ("devices",)), ("devices",))
         return cls(number, count, axis, where)
 

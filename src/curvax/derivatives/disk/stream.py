@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from curvax import _jax
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
-from curvax.derivatives.block_options import BlockOptions
-from curvax.derivatives.columns import BlockProblem, Part, Progress
+from curvax.derivatives.arguments import Options
+from curvax.derivatives.columns import BlockProblem, Part, Progress, check_closed_over
 from curvax.derivatives.disk.fingerprint import callbacks, fingerprint
 from curvax.derivatives.disk.processes import Team
 from curvax.derivatives.disk.store import ArraySpec, BlockStore, check_path
@@ -161,7 +161,8 @@ SEEN_WITHIN = 30.0
 def stream(
     problem: BlockProblem,
     x: PyTree,
-    options: BlockOptions,
+    options: Options,
+    block_size: int,
     out: str | PathLike[str],
     overwrite: bool,
     verify: bool,
@@ -176,8 +177,8 @@ def stream(
         )
     if any(map(_jax.is_tracer, jax.tree.leaves(x))):
         raise ValueError(f"{where}: {_NOT_TRACED.format(out)}")
-    options.devices.check_closed_over(problem.prepare, x, where)
-    team = Team.of(options.devices, where)
+    check_closed_over(problem.prepare, x, options)
+    team = Team.of(options.axis, where)
     x = team.own(x)
     with team.by_itself():
         wanted = team.all_or_none(
@@ -190,7 +191,7 @@ def stream(
             lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
         )
         with disk_errors(where, wanted.path):
-            store = _opened(wanted, blocks, options, team, verify)
+            store = _opened(wanted, blocks, options, block_size, team, verify)
             _write_unfinished(store, blocks, team, progress)
     return list(store.arrays()), aux
 
@@ -208,7 +209,7 @@ class _Wanted:
 
     @classmethod
     def of(
-        cls, problem: BlockProblem, x: PyTree, path: Path, overwrite: bool, options: BlockOptions
+        cls, problem: BlockProblem, x: PyTree, path: Path, overwrite: bool, options: Options
     ) -> "_Wanted":
         (part,) = problem.parts
         first = lambda x: part.column(problem.prepare(x)[0], 0)
@@ -277,10 +278,10 @@ class _Wanted:
         return BlockStore(self.path, self.specs, axis, length, block_size)
 
 
-def _traced(fun: Any, x: PyTree, path: Path, options: BlockOptions) -> tuple[Any, PyTree]:
+def _traced(fun: Any, x: PyTree, path: Path, options: Options) -> tuple[Any, PyTree]:
     """The program of a column and its shape, the same whatever devices it will run on."""
     where = options.where
-    if options.devices.axis is None and jax.process_count() == 1:
+    if options.axis is None and jax.process_count() == 1:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     else:
         with _jax.no_mesh():
@@ -300,18 +301,23 @@ def _traced(fun: Any, x: PyTree, path: Path, options: BlockOptions) -> tuple[Any
 
 
 def _opened(
-    wanted: _Wanted, blocks: BlockPrograms, options: BlockOptions, team: Team, verify: bool
+    wanted: _Wanted,
+    blocks: BlockPrograms,
+    options: Options,
+    block_size: int,
+    team: Team,
+    verify: bool,
 ) -> BlockStore:
     """The store, opened by the first process, which says how large blocks are."""
 
     def open_first() -> BlockStore:
         recorded = wanted.resumed_block_size()
         # So that there is something to do for every device.
-        most = -(-options.length // (blocks.at_once * team.count))
+        most = -(-blocks.part.length // (blocks.at_once * team.count))
         if options.budget is not None:
             size = blocks.planned_size(options.budget, recorded, most)
-        elif options.is_given:
-            size = options.size
+        elif options.has_size:
+            size = block_size
         else:
             size = recorded or blocks.default_size(wanted.specs, most)
         return wanted.opened(size, verify)
