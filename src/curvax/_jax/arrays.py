@@ -200,7 +200,7 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
         if sharding is None:
             continue
         if is_tracing():
-            return jax.sharding.use_abstract_mesh(sharding.mesh)
+            return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
         if not is_tracer(x):
             return jax.set_mesh(x.sharding.mesh)
     return nullcontext()

@@ -21,8 +21,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from curvax import _jax
 from curvax._types import Array, Fun, PyTree
 from curvax.derivatives.columns import BlockProblem, Blocks, Part
-from curvax.devices.agreement import check_agreement, shapes_in_words
+from curvax.devices.agreement import check_agreement, describe
 from curvax.devices.mesh_axis import MeshAxis
+from curvax.devices.placement import is_committed
 
 __all__ = ["Devices", "SplitProblem"]
 
@@ -47,12 +48,12 @@ class SplitProblem:
 
         def on_device(x: PyTree) -> tuple[list[PyTree], PyTree]:
             prepared, aux = self.problem.prepare(x)
-            own = [replace(part, device=self.axis.index()) for part in blocks]
+            own = [replace(part, device=self.axis.axis_index()) for part in blocks]
             pairs = zip(self.problem.parts, own, strict=True)
             return [self._result(part, self._columns(part, prepared, b)) for part, b in pairs], aux
 
         specs = [self._specs(part, like) for part, like in self._first_columns(x)]
-        results, aux = self.axis.on_all(on_device, (WHOLE,), (specs, WHOLE))(x)
+        results, aux = self.axis.shard_map(on_device, (WHOLE,), (specs, WHOLE))(x)
         is_spec = lambda spec: isinstance(spec, PartitionSpec)
         return jax.tree.map(self._constrained, specs, results, is_leaf=is_spec), aux
 
@@ -76,12 +77,12 @@ class SplitProblem:
             prepared, _ = self.problem.prepare(x)
             return [part.column(prepared, 0) for part in self.problem.parts]
 
-        shapes = jax.eval_shape(self.axis.on_all(first, (WHOLE,), WHOLE), x)
+        shapes = jax.eval_shape(self.axis.shard_map(first, (WHOLE,), WHOLE), x)
         return list(zip(self.problem.parts, shapes, strict=True))
 
     def _columns(self, part: Part, prepared: Any, blocks: Blocks) -> PyTree:
         """The share of this device."""
-        before = self.axis.index() * blocks.length
+        before = self.axis.axis_index() * blocks.length
         last = jnp.int32(part.length - 1)
         column = lambda index: part.column(prepared, jnp.minimum(before + index, last))
         return blocks.collect(column, part.axis)
@@ -107,7 +108,7 @@ class SplitProblem:
         if self.axis.count == 1:
             return array
         position = part.axis % array.ndim
-        joined = self.axis.joined(array, position)
+        joined = self.axis.all_gather(array, position)
         return lax.slice_in_dim(joined, 0, part.length, axis=position)
 
     def _own_rows(self, array: Array) -> Array:
@@ -115,7 +116,7 @@ class SplitProblem:
         if not self._splits(array):
             return array
         rows = array.shape[0] // self.axis.count
-        return lax.dynamic_slice_in_dim(array, self.axis.index() * rows, rows, 0)
+        return lax.dynamic_slice_in_dim(array, self.axis.axis_index() * rows, rows, 0)
 
     def _splits(self, like: Any) -> bool:
         return not self.replicated and like.ndim > 0 and like.shape[0] % self.axis.count == 0
@@ -169,7 +170,7 @@ class Devices:
     @property
     def is_shared(self) -> bool:
         """Whether they are those of several processes."""
-        return self.axis is not None and self.axis.is_shared
+        return self.axis is not None and self.axis.is_multi_process
 
     def share(self, length: int) -> int:
         """How many of so many columns each of them computes, at most."""
@@ -184,8 +185,8 @@ class Devices:
         axis = self.axis
         if axis is None:
             return tree
-        if axis.is_shared and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
-            check_agreement(shapes_in_words(name, tree), where)
+        if axis.is_multi_process and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
+            check_agreement(describe(name, tree), where)
         axis.check_placement(name, tree, where)
         return jax.tree.map(lambda leaf: _unsplit(leaf, axis), tree)
 
@@ -193,9 +194,8 @@ class Devices:
         """Arrays that are whole on every device; those that are on the mesh stay as they are."""
         if self.axis is None:
             return tree
-        whole = self.axis.sharding(None)
-        stays = lambda leaf: _jax.is_tracer(leaf) or leaf.committed
-        return jax.tree.map(lambda x: x if stays(x) else jax.device_put(x, whole), tree)
+        replicated = self.axis.sharding(None)
+        return jax.tree.map(lambda x: x if is_committed(x) else jax.device_put(x, replicated), tree)
 
     def check_closed_over(self, fun: Fun, x: PyTree, where: str) -> None:
         """Check that what a function closes over can get to where it runs."""

@@ -99,7 +99,7 @@ def chunked_vmap(
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(devices and devices.is_multi_process),
     )
 
     def run(size: int | None, *args: Any, **kwargs: Any) -> Any:

@@ -232,9 +232,9 @@ def reduce_batch(
 
     def on_all(arrays: Arrays, *others: PyTree) -> PyTree:
         dealt = tuple(map(share.deal, arrays, batch.axes))
-        value = jax.eval_shape(devices.on_all(first, in_specs, PartitionSpec()), dealt, *others)
+        value = jax.eval_shape(devices.shard_map(first, in_specs, PartitionSpec()), dealt, *others)
         specs = reduction.reducer(value).specs(share)
-        return devices.on_all(part, in_specs, specs)(dealt, *others)
+        return devices.shard_map(part, in_specs, specs)(dealt, *others)
 
     devices.check_outside(where)
     for name, leaf in zip(batch.names, batch.leaves, strict=True):

@@ -138,7 +138,7 @@ def micro_grad(
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(devices and devices.is_multi_process),
     )
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 

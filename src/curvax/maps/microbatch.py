@@ -121,7 +121,7 @@ def microbatch(
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(devices and devices.is_multi_process),
     )
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:

@@ -150,7 +150,7 @@ class Sum(_Whole):
         return carry.astype(jax.eval_shape(jnp.sum, self.like).dtype)
 
     def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
-        return self.finalize(share.devices.sum(carry), examples)
+        return self.finalize(share.devices.psum(carry), examples)
 
     def _term(self, value: Array) -> Array:
         dtype = _wide(jax.eval_shape(jnp.sum, self.like).dtype)
@@ -183,7 +183,7 @@ class Mean(_Whole):
         return (carry / weight.astype(carry.dtype)).astype(self.like.dtype)
 
     def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
-        return self.finalize(share.devices.sum(carry), share.total(examples))
+        return self.finalize(share.devices.psum(carry), share.total(examples))
 
     @property
     def _unit(self) -> int:
@@ -217,7 +217,7 @@ class RunningMean(_Whole):
     def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
         total = share.total(examples)
         part = _real(examples, carry) / _real(jnp.maximum(total, 1), carry)
-        return self.finalize(share.devices.sum(part.astype(carry.dtype) * carry), total)
+        return self.finalize(share.devices.psum(part.astype(carry.dtype) * carry), total)
 
     def _term(self, value: Array) -> Array:
         dtype = _wide(value.dtype)

@@ -115,7 +115,7 @@ class Share:
 
     def has_last(self) -> Array:
         """Whether the device has the optional last example."""
-        return self.devices.index() < self.parts.rest
+        return self.devices.axis_index() < self.parts.rest
 
     def spec(self, axis: int | None) -> PartitionSpec:
         """The spec of a result with the examples along `axis`, or without such an axis."""
@@ -125,8 +125,8 @@ class Share:
     def rows(self, x: Array, axis: int) -> Array:
         """What `spec` says of the rows that devices have in their places along `axis`."""
         if self.parts.is_even:
-            return self.devices.joined(x, axis) if self.replicated else x
-        return jnp.take(self.devices.joined(x, axis), self.parts.places(), axis, mode="clip")
+            return self.devices.all_gather(x, axis) if self.replicated else x
+        return jnp.take(self.devices.all_gather(x, axis), self.parts.places(), axis, mode="clip")
 
     def total(self, examples: Size) -> Size:
         """How many examples there are on all devices, of which so many on this one."""
@@ -134,7 +134,9 @@ class Share:
 
     def stacked(self, x: Array) -> Array:
         """What the devices that have examples have, along a new first axis."""
-        return self.devices.stacked(x)[: max(1, min(self.parts.length, self.parts.count))]
+        return self.devices.all_gather(x[None], 0)[
+            : max(1, min(self.parts.length, self.parts.count))
+        ]
 
 
 def number_on_each(devices: MeshAxis | None, length: int) -> int:
