@@ -18,6 +18,8 @@ from _scaling_models import Model, resnet, transformer
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from curvax.curvature.sharded import state_specs
+
 MODELS = {
     "transformer": transformer(width=32, depth=3, inner=64, vocabulary=40, length=4, head=8),
     "resnet": resnet(stages=(1, 1), width=4, size=8, classes=5),
@@ -53,7 +55,7 @@ def compiled(step: Step, model: Model, state: Any, params: Any, batch: Any) -> A
     """A step by the methods of the estimator, on all devices."""
     estimator, axis = step.estimator, AXIS
     whole, split = PartitionSpec(), PartitionSpec(axis)
-    specs = estimator.specs(axis, state) if step.plan.splits_state else whole
+    specs = state_specs(state, axis) if step.plan.splits_state else whole
 
     def run(state: Any, params: Any, batch: Any) -> Any:
         gradient = lax.pmean(jax.grad(model.loss)(params, batch), axis)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import curvax
-from curvax.curvature.sharded import ShardedCurvature, whole_state
+from curvax.curvature.sharded import ShardedCurvature, state_specs, whole_state
 
 jax.config.update("jax_enable_x64", True)
 DRAWN = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def check(count, mode):
     split, split_state = of_kind(ShardedCurvature, num_devices=count)
     assert sorted(len(shard.blocks) for shard in split.shards) == [1, 1, 2]
     assert {type(split.blocks[k]) for k in split._whole} == {curvax.ScaleAndShiftDiagonal}
-    specs = split.specs("d", split_state)
+    specs = state_specs(split_state, "d")
     program = on_devices(count, split, split_state, specs, mode)
     state, products = program(split_state, PARAMS, X)
     once = jax.jit(functools.partial(run, whole, None, mode))

@@ -29,11 +29,11 @@ def rows(x, w):
 def check_derivatives(axis):
     """Of what is split, what is whole, and what is closed over: the sum over all devices."""
     split, whole = axis.spec(0), axis.spec(None)
-    total = lambda x, w: axis.sum(jnp.sum(rows(x, w), axis=0))
-    given = axis.on_all(rows, (split, whole), split)
-    summed = axis.on_all(total, (split, whole), whole)
-    closed = lambda x, w: axis.on_all(lambda x: total(x, w), (split,), whole)(x)
-    joined = axis.on_all(lambda x, w: axis.joined(rows(x, w), 0), (split, whole), whole)
+    total = lambda x, w: axis.psum(jnp.sum(rows(x, w), axis=0))
+    given = axis.shard_map(rows, (split, whole), split)
+    summed = axis.shard_map(total, (split, whole), whole)
+    closed = lambda x, w: axis.shard_map(lambda x: total(x, w), (split,), whole)(x)
+    joined = axis.shard_map(lambda x, w: axis.all_gather(rows(x, w), 0), (split, whole), whole)
     loss = lambda fun: lambda x, w: jnp.sum(jnp.sin(fun(x, w)))
     naive = {given: rows, joined: rows, summed: lambda x, w: jnp.sum(rows(x, w), axis=0)}
     naive[closed] = naive[summed]
@@ -51,7 +51,7 @@ def check_other_axes(mesh):
     axis = MeshAxis(mesh, ("data",))
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
     w = jax.device_put(W, NamedSharding(mesh, P("model")))
-    on_all = jax.jit(axis.on_all(rows, (axis.spec(0), axis.spec(None)), axis.spec(0)))
+    on_all = jax.jit(axis.shard_map(rows, (axis.spec(0), axis.spec(None)), axis.spec(0)))
     same(on_all(x, w), rows(X, W))
     if mesh.axis_types[1] is AxisType.Auto:
         assert not re.search(r"all-\w+\(", on_all.lower(x, w).compile().as_text())
@@ -70,7 +70,7 @@ def check_inside_of_another(mesh):
 
     def inner(x):
         axis.check_outside("f")
-        return axis.on_all(lambda x: 2 * x + axis.index(), (axis.spec(0),), axis.spec(0))(x)
+        return axis.shard_map(lambda x: 2 * x + axis.axis_index(), (axis.spec(0),), axis.spec(0))(x)
 
     def over(name, mesh):
         spec = P(None, name)
@@ -98,9 +98,13 @@ def check_several_names():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     axis = MeshAxis.of(mesh, ("c", "a"), "f")
     assert axis.count == 4
-    numbers = axis.on_all(lambda x: x[:1, 0] * 0 + axis.index(), (axis.spec(0),), axis.spec(0))
+    numbers = axis.shard_map(
+        lambda x: x[:1, 0] * 0 + axis.axis_index(), (axis.spec(0),), axis.spec(0)
+    )
     same(numbers(X), jnp.arange(4))
-    stacked = axis.on_all(lambda x: axis.stacked(axis.index()), (axis.spec(0),), axis.spec(None))
+    stacked = axis.shard_map(
+        lambda x: axis.all_gather(axis.axis_index()[None], 0), (axis.spec(0),), axis.spec(None)
+    )
     same(stacked(X), jnp.arange(4))
     check_derivatives(axis)
 
@@ -131,7 +135,7 @@ def check_closed_over(mesh):
     """JAX has no way for it, if axes are explicit, so the error says what to do."""
     axis = MeshAxis(mesh, ("data",))
     w = jax.device_put(W, NamedSharding(mesh, P()))
-    on_all = axis.on_all(lambda x: rows(x, w), (axis.spec(0),), axis.spec(0))
+    on_all = axis.shard_map(lambda x: rows(x, w), (axis.spec(0),), axis.spec(0))
     if AxisType.Explicit not in mesh.axis_types:
         same(on_all(X), rows(X, W))
         return

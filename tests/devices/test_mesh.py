@@ -65,13 +65,13 @@ def test_specs_say_along_which_axis_arrays_are_split():
     assert axis.spec(2) == PartitionSpec(None, None, ("data",))
     assert axis.sharding(0) == NamedSharding(TWO, PartitionSpec("data"))
     assert axis.count == 1
-    assert not axis.is_shared
+    assert not axis.is_multi_process
 
 
 def test_a_function_on_one_device_is_itself():
     axis = MeshAxis(ONE, ("data",))
     split, whole = axis.spec(0), axis.spec(None)
-    on_all = axis.on_all(lambda x, w: axis.sum(x * w["w"]), (split, whole), whole)
+    on_all = axis.shard_map(lambda x, w: axis.psum(x * w["w"]), (split, whole), whole)
     assert on_all(jnp.arange(3.0), {"w": jnp.ones(())}).tolist() == [0, 1, 2]
 
 

@@ -6,7 +6,6 @@ has four: `sharded_loops.py`.
 
 from pathlib import Path
 
-import jax
 import pytest
 
 from helpers import run_on_devices
@@ -14,11 +13,6 @@ from helpers import run_on_devices
 PROGRAMS = Path(__file__).with_name("sharded_loops.py")
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11),
-    strict=True,
-    reason="JAX 0.12 transposes reads of arrays over explicit mesh axes without their mesh",
-)
 @pytest.mark.parametrize("choice", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_sharded_inputs_give_the_numbers_of_one_device(choice):
     assert "loops agree" in run_on_devices(PROGRAMS, 4, choice)

@@ -6,7 +6,6 @@ has eight: `sharded_programs.py`.
 
 from pathlib import Path
 
-import jax
 import pytest
 
 from helpers import run_on_devices
@@ -14,11 +13,6 @@ from helpers import run_on_devices
 PROGRAMS = Path(__file__).with_name("sharded_programs.py")
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11),
-    strict=True,
-    reason="JAX 0.12 transposes reads of arrays over explicit mesh axes without their mesh",
-)
 @pytest.mark.parametrize(
     ("choice", "count"), [("some", 27), pytest.param("all", 54, marks=pytest.mark.slow)]
 )

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from curvax.devices import placement
+from curvax.devices import agreement
 from helpers import key
 from optimizer.problems import ADAPTIVE, make, make_batch, make_params, train
 
@@ -107,9 +107,9 @@ def check_disagreement():
     odd = jax.tree.map(lambda x: x[:3], own(0))
     with pytest.raises(ValueError, match="among 2 devices of this process, but has 3 examples"):
         optimizer.step(params, state, key(0), batch=odd)
-    placement.SECONDS = 1
+    agreement.SECONDS = 1
     if number == 1:  # The other does not come.
-        with pytest.raises(ValueError, match="new ones, but not, for 1 seconds, in process 0"):
+        with pytest.raises(ValueError, match="for 1 seconds process 0 has not made this one"):
             optimizer.init(params, key(0), different)
 
 

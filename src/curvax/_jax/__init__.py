@@ -74,7 +74,6 @@ from curvax._jax.primitives import (
 from curvax._jax.processes import (
     exchanged,
     gathered,
-    gathered_texts,
     gathered_whole,
     sent_by_first,
     wait_for_all,
@@ -101,7 +100,6 @@ __all__ = [
     "filled_like",
     "function_name",
     "gathered",
-    "gathered_texts",
     "gathered_whole",
     "has_automatic_axes",
     "has_effects",

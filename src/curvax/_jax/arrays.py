@@ -175,17 +175,22 @@ def is_varying(x: Any) -> bool:
 
 
 def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
-    """A context in which new arrays can have shardings like those of `arrays`.
+    """Return a context whose mesh is the one with explicit axes that `arrays` are sharded over.
 
-    A traced program knows its mesh. Outside of one, arrays over explicit mesh axes bring theirs
-    along in their shardings, but JAX wants it said.
+    The types of arrays name that mesh, but new arrays are only put on the mesh of the context (the
+    zeros of a loop's carry), and so are the zeros that JAX 0.12 makes to transpose an operation:
+    it does that in the context in which the operation was traced.
     """
-    if is_tracing():
+    if not jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     for x in arrays:
-        if is_tracer(x) or sharding_of(x) is None or not jax.sharding.get_abstract_mesh().empty:
+        sharding = sharding_of(x)
+        if sharding is None:
             continue
-        return jax.set_mesh(x.sharding.mesh)
+        if is_tracing():
+            return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
+        if not is_tracer(x):
+            return jax.set_mesh(x.sharding.mesh)
     return nullcontext()
 
 

@@ -10,7 +10,6 @@ import numpy as np
 __all__ = [
     "exchanged",
     "gathered",
-    "gathered_texts",
     "gathered_whole",
     "sent_by_first",
     "wait_for_all",
@@ -39,16 +38,6 @@ def gathered(numbers: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(numbers))
-
-
-def gathered_texts(text: str) -> list[str]:
-    """The texts of all processes, in order. All processes must ask."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    lengths = gathered(np.int32(own.size))
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: own.size] = own
-    rows = zip(gathered(padded), lengths.reshape(-1), strict=True)
-    return [row[:length].tobytes().decode() for row, length in rows]
 
 
 _EXCHANGES = itertools.count()

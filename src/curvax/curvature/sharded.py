@@ -37,14 +37,15 @@ __all__ = [
     "ShardedCurvature",
     "all_finite_together",
     "averaged",
-    "by_leaf",
-    "check_split",
+    "check_rows",
     "initial",
+    "num_shards",
     "of_states_of_blocks",
     "product_with",
     "refreshed",
     "shards_of",
     "split_state",
+    "state_specs",
     "states_of_blocks",
     "whole_state",
 ]
@@ -266,18 +267,31 @@ class ShardState:
     refused: Any
 
 
-def by_leaf(fun: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
-    """A function of each leaf of a state, and of the axis along which that is split, if any."""
+def state_specs(state: PyTree, axis: str | Sequence[str]) -> PyTree:
+    """Return the partition specs of a state that is sharded along an axis of a mesh.
+
+    The rows of factors and caches are sharded; all else, in any pytree around, is replicated.
+    """
     is_shard = lambda x: isinstance(x, ShardState)
-    whole = lambda tree: jax.tree.map(lambda x: fun(x, None), tree)
-    rows = lambda tree: jax.tree.map(lambda x: fun(x, 0), tree)
+    spec_of_all = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
+    rows, replicated = PartitionSpec(axis), PartitionSpec()
 
-    def mapped(x: Any) -> Any:
+    def specs(x: Any) -> Any:
         if not is_shard(x):
-            return fun(x, None)
-        return ShardState(rows(x.factors), rows(x.cache), whole(x.weight), whole(x.refused))
+            return replicated
+        return ShardState(
+            factors=spec_of_all(x.factors, rows),
+            cache=spec_of_all(x.cache, rows),
+            weight=replicated,
+            refused=replicated,
+        )
 
-    return jax.tree.map(mapped, tree, is_leaf=is_shard)
+    return jax.tree.map(specs, state, is_leaf=is_shard)
+
+
+def num_shards(state: Any) -> int | None:
+    """Return among how many devices an estimator's state is sharded; None if it is replicated."""
+    return state.num_devices if isinstance(state, ShardedCurvature.State) else None
 
 
 def initial(
@@ -444,8 +458,8 @@ class ShardedCurvature(BlockDiagonalCurvature):
     """`BlockDiagonalCurvature`, of whose Kronecker factors each device has a share.
 
     Methods that are called with a `pmap_axis_name` are called on all devices of that axis, each
-    with its own rows of the state; `specs` says which arrays are split. Without one, the state has
-    all rows.
+    with its own rows of the state; `state_specs` says which arrays are sharded. Without one, the
+    state has all rows.
 
     Arguments:
         func: as in `BlockDiagonalCurvature`, and so are all that are not named here.
@@ -493,11 +507,6 @@ class ShardedCurvature(BlockDiagonalCurvature):
         """
         is_one_of_all = self._axis is not None and _jax.is_bound(self._axis)
         return [shard.rows if is_one_of_all else shard.num_rows for shard in self._shards]
-
-    def specs(self, names: Any, state: Any) -> Any:
-        """How a state is split along axes of a mesh: specs in place of its arrays."""
-        spec = lambda _, position: PartitionSpec() if position is None else PartitionSpec(names)
-        return by_leaf(spec, state)
 
     def init(
         self,
@@ -645,27 +654,8 @@ def split_state(estimator: ShardedCurvature, state: Any) -> Any:
     return ShardedCurvature.State(tuple(states), tuple(shards), estimator.num_devices)
 
 
-def check_split(estimator: BlockDiagonalCurvature, state: Any) -> None:
-    """Check that a state is split as an estimator expects it, or whole if it expects that."""
-    count = state.num_devices if isinstance(state, ShardedCurvature.State) else None
-    if not isinstance(estimator, ShardedCurvature):
-        if count is not None:
-            raise ValueError(
-                f"curvax: the state was made with shard_state=True, and is split among {count} "
-                f"devices. Say shard_state=True here, too, or make it whole: "
-                f"state = optimizer.whole_state(state)."
-            )
-        return
-    if count is None:
-        raise ValueError(
-            "curvax: the state was made without shard_state=True, and is whole on every device. "
-            "Leave shard_state out, or split it: state = optimizer.split_state(state)."
-        )
-    if count != estimator.num_devices:
-        raise ValueError(
-            f"curvax: the state is split among {count} devices, but here are "
-            f"{estimator.num_devices}. Split it anew: state = optimizer.split_state(state)."
-        )
+def check_rows(estimator: ShardedCurvature, state: Any) -> None:
+    """Check that a sharded state has the rows of the estimator's model."""
     _check_rows(state, estimator.num_rows)
 
 

@@ -17,7 +17,7 @@ from curvax import _jax
 from curvax._errors import check_size
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size, TreeDef
-from curvax.devices.agreement import check_agreement, shapes_in_words
+from curvax.devices.agreement import check_agreement, describe
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import BudgetRequest, Objective, check_budget
@@ -159,8 +159,8 @@ def check_on_mesh(name: str, tree: PyTree, options: Options) -> PyTree:
     axis, where = options.axis, options.where
     if axis is None:
         return tree
-    if axis.is_shared and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
-        check_agreement(shapes_in_words(name, tree), where)
+    if axis.is_multi_process and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
+        check_agreement(describe(name, tree), where)
     axis.check_placement(name, tree, where)
 
     def replicate(leaf: Array) -> Array:

@@ -24,6 +24,7 @@ from curvax import _jax
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import Options, TracedFunction
 from curvax.devices.mesh_axis import MeshAxis
+from curvax.devices.placement import is_committed
 from curvax.maps.chunking import map_indices
 from curvax.memory.compiled import compile_call, plan_call
 
@@ -168,8 +169,8 @@ def put_on_mesh(
     if axis is None:
         return x
     replicated = axis.sharding(None)
-    stays = lambda leaf: _jax.is_tracer(leaf) or leaf.committed
-    x = jax.tree.map(lambda leaf: leaf if stays(leaf) else jax.device_put(leaf, replicated), x)
+    put = lambda leaf: leaf if is_committed(leaf) else jax.device_put(leaf, replicated)
+    x = jax.tree.map(put, x)
     made = problem(*(f.untraced() for f in functions))
     check_closed_over(made.prepare, x, options)
     kinds = dict(zip(axis.mesh.axis_names, axis.mesh.axis_types, strict=True))
@@ -207,11 +208,11 @@ def _compute_sharded(
 
     def on_device(x: PyTree) -> tuple[list[PyTree], PyTree]:
         prepared, aux = problem.prepare(x)
-        tick = None if bar is None else functools.partial(bar.tick, axis.index())
+        tick = None if bar is None else functools.partial(bar.tick, axis.axis_index())
 
         def result(part: Part) -> PyTree:
             length = options.local_length(part.length)
-            before, last = axis.index() * length, jnp.int32(part.length - 1)
+            before, last = axis.axis_index() * length, jnp.int32(part.length - 1)
             column = lambda index: part.column(prepared, jnp.minimum(before + index, last))
             shard = map_indices(
                 column, length, size, out_axes=part.axis, each_chunk=tick, where=options.where
@@ -225,9 +226,9 @@ def _compute_sharded(
         return [part.column(prepared, 0) for part in problem.parts]
 
     # Traced where columns will be computed, for their shapes.
-    shapes = jax.eval_shape(axis.on_all(first_columns, (REPLICATED,), REPLICATED), x)
+    shapes = jax.eval_shape(axis.shard_map(first_columns, (REPLICATED,), REPLICATED), x)
     specs = list(map(sharded.specs, problem.parts, shapes))
-    results, aux = axis.on_all(on_device, (REPLICATED,), (specs, REPLICATED))(x)
+    results, aux = axis.shard_map(on_device, (REPLICATED,), (specs, REPLICATED))(x)
     is_spec = lambda spec: isinstance(spec, PartitionSpec)
     return jax.tree.map(sharded.constrained, specs, results, is_leaf=is_spec), aux
 
@@ -285,7 +286,7 @@ class _Sharded:
         if self.axis.count == 1:
             return array
         position = part.axis % array.ndim
-        joined = self.axis.joined(array, position)
+        joined = self.axis.all_gather(array, position)
         return lax.slice_in_dim(joined, 0, part.length, axis=position)
 
     def _local_rows(self, array: Array) -> Array:
@@ -293,7 +294,7 @@ class _Sharded:
         if not self._divides(array):
             return array
         rows = array.shape[0] // self.axis.count
-        return lax.dynamic_slice_in_dim(array, self.axis.index() * rows, rows, 0)
+        return lax.dynamic_slice_in_dim(array, self.axis.axis_index() * rows, rows, 0)
 
     def _divides(self, like: Any) -> bool:
         return not self.replicated and like.ndim > 0 and like.shape[0] % self.axis.count == 0

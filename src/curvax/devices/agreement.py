@@ -1,31 +1,81 @@
-"""Several processes that compute one thing: what they must agree on, said in one place."""
+"""Agreement between processes that run one program.
 
-from collections.abc import Sequence
+In a multi-process program every process runs the same computations on arrays of the same shapes.
+Where one does not, the others would wait for it forever, so they compare a description first.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from curvax import _jax
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 
-__all__ = ["check_agreement", "shapes_in_words"]
+__all__ = ["NewShapes", "check_agreement", "describe"]
 
 
-def check_agreement(lines: Sequence[str], where: str) -> None:
-    """Check that all processes say the same, line by line. All of them must ask."""
-    told = [text.split("\n") for text in _jax.gathered_texts("\n".join(lines))]
-    longest = max(map(len, told))
-    padded = [[*own, *["there is nothing more"] * (longest - len(own))] for own in told]
-    for line in zip(*padded, strict=True):
-        if len(set(line)) > 1:
-            said = ", ".join(f"in process {number} {text}" for number, text in enumerate(line))
-            raise ValueError(
-                f"{where}: all processes must compute the same, but {said}. Give all of them the "
-                f"same function, arrays and options."
-            )
+SECONDS = 300
+"""For how long to wait for the other processes to reach shapes that are new here."""
+
+_HOUR = 3600
 
 
-def shapes_in_words(name: str, tree: PyTree) -> list[str]:
-    """A line for each array of a pytree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [f"{leaf_name(name, path)} is {x.dtype}{list(x.shape)}" for path, x in leaves]
+def describe(name: str, tree: PyTree) -> list[str]:
+    """Describe each array of a pytree by a line, such as `x['w'] is float32[3, 2]`."""
+    return [
+        f"{leaf_name(name, path)} is {np.result_type(x) if np.isscalar(x) else x.dtype}"
+        f"{list(np.shape(x))}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def check_agreement(lines: Iterable[str], where: str, seconds: float = _HOUR) -> None:
+    """Check that all processes, which must all make this call, give the same lines."""
+    text = "\n".join(lines)
+    digests = _jax.exchanged(hashlib.sha256(text.encode()).hexdigest(), seconds)
+    absent = [process for process, digest in enumerate(digests) if digest is None]
+    if absent:
+        raise ValueError(
+            f"{where}: all processes must make the same calls on arrays of the same shapes, but "
+            f"for {seconds} seconds process {', '.join(map(str, absent))} has not made this one, "
+            f"which is new in process {jax.process_index()}."
+        )
+    if len(set(digests)) > 1:
+        difference = _first_difference([found or "" for found in _jax.exchanged(text, seconds)])
+        raise ValueError(
+            f"{where}: all processes must compute the same, but {difference}. Give all of them the "
+            f"same function and options, and arrays of the same shapes; of a batch, each its own "
+            f"examples."
+        )
+
+
+class NewShapes:
+    """Check the shapes of a program's arguments whenever they are new to this process.
+
+    The processes agree on them once, and then run without waiting for each other.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+
+    def check(self, program: str, arguments: Mapping[str, PyTree], where: str) -> None:
+        """Check that all processes call a program with arguments of the same shapes."""
+        described = (
+            f"the program is {program}",
+            *(line for name, tree in arguments.items() for line in describe(name, tree)),
+        )
+        if described not in self._known:
+            check_agreement(described, where, SECONDS)
+            self._known.add(described)
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    """Return the first line that differs, as each process has it."""
+    lines = [text.split("\n") for text in texts]
+    rows = itertools.zip_longest(*lines, fillvalue="there is nothing more")
+    first = next(row for row in rows if len(set(row)) > 1)
+    return ", ".join(f"in process {number} {line}" for number, line in enumerate(first))

@@ -1,9 +1,8 @@
-"""`MeshAxis`: the devices along an axis of a mesh, and functions that run on all of them.
+"""`MeshAxis`: the devices along an axis of a mesh, and `jax.shard_map` over them.
 
-A function that takes `mesh=` cuts its work into as many parts as there are devices along one axis
-(or several), runs on each device with its part by `jax.shard_map`, and puts the results together.
-What is cut, and how results are put together, is said by partition specs, as everywhere in JAX.
-Devices along other axes of the mesh do the same as their neighbours.
+A function that takes `mesh=` shards its work along one axis of the mesh, or several, and runs on
+every device by `jax.shard_map`. Partition specs say how arguments and results are sharded. Along
+other axes of the mesh nothing is sharded that was not before.
 """
 
 import math
@@ -20,7 +19,7 @@ from curvax import _jax
 from curvax._tree import leaf_name
 from curvax._types import Array, PyTree
 
-__all__ = ["Axis", "MeshAxis"]
+__all__ = ["Axis", "MeshAxis", "check_is_mesh"]
 
 
 Axis = str | Sequence[str]
@@ -32,16 +31,25 @@ _CLOSED_OVER = (
 )
 
 
+def check_is_mesh(mesh: Any, where: str) -> None:
+    """Check that what the user gave as `mesh` is one."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"{where}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',)) "
+            f"makes; got {type(mesh).__name__}."
+        )
+
+
 @dataclass(frozen=True)
 class MeshAxis:
-    """The axes of a mesh among whose devices something is split."""
+    """The axes of a mesh along which work is sharded."""
 
     mesh: Mesh
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, mesh: Any, axis: Any, where: str, replicated: bool = False) -> "MeshAxis | None":
-        """What the user gave as `mesh`, `axis` and `replicated`. None is no mesh."""
+        """Check `mesh`, `axis` and `replicated` as the user gave them. None is no mesh."""
         if mesh is None:
             if axis is not None:
                 raise ValueError(f"{where}: axis={axis!r} is an axis of a mesh; give mesh as well.")
@@ -51,11 +59,7 @@ class MeshAxis:
                     f"mesh as well."
                 )
             return None
-        if not isinstance(mesh, Mesh):
-            raise TypeError(
-                f"{where}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
-                f" makes; got {type(mesh).__name__}."
-            )
+        check_is_mesh(mesh, where)
         if axis is None:
             if len(mesh.axis_names) != 1:
                 raise ValueError(
@@ -75,68 +79,65 @@ class MeshAxis:
 
     @property
     def count(self) -> int:
-        """How many devices there are along it."""
+        """The number of devices along it."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     @property
-    def count_here(self) -> int:
-        """How many of these parts are those of devices of this process."""
+    def local_count(self) -> int:
+        """The number of shards that are on devices of this process."""
         axes = [self.mesh.axis_names.index(name) for name in self.names]
         each = np.ndenumerate(self.mesh.devices)
         here = [place for place, device in each if device.process_index == jax.process_index()]
         return len({tuple(place[axis] for axis in axes) for place in here})
 
     @property
-    def is_shared(self) -> bool:
-        """Whether several processes have a part of the mesh."""
+    def is_multi_process(self) -> bool:
+        """Whether the mesh has devices of several processes."""
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     def spec(self, position: int | None) -> PartitionSpec:
-        """The spec of an array that is split along this axis of its own; None: that is whole."""
+        """Return the spec of an array that is sharded along its axis `position`, or replicated."""
         if position is None:
             return PartitionSpec()
         return PartitionSpec(*[None] * position, self.names)
 
     def sharding(self, position: int | None) -> NamedSharding:
-        """As `spec`, with the mesh."""
+        """Return the sharding of such an array."""
         return NamedSharding(self.mesh, self.spec(position))
 
-    def index(self) -> Array:
-        """The number of the device that asks, in a function that runs on all."""
+    def axis_index(self) -> Array:
+        """`lax.axis_index`, under `shard_map`."""
         return lax.axis_index(self.names)
 
-    def sum(self, x: Array) -> Array:
-        """The sum of what the devices have, in a function that runs on all."""
+    def psum(self, x: Array) -> Array:
+        """`lax.psum`, under `shard_map`."""
         return lax.psum(x, self.names)
 
-    def stacked(self, x: Array) -> Array:
-        """What each device has, along a new first axis, in a function that runs on all."""
-        return self.joined(x[None], 0)
-
-    def joined(self, x: Array, position: int) -> Array:
-        """The parts of an array that is split along this axis of its own, put together."""
+    def all_gather(self, x: Array, position: int) -> Array:
+        """`lax.all_gather` along an axis that is there already (`tiled`), under `shard_map`."""
         if _jax.can_transpose_gather(x):
             return lax.all_gather(x, self.names, axis=position, tiled=True)
         length = x.shape[position]
         shape = (*x.shape[:position], self.count * length, *x.shape[position + 1 :])
         own = lax.dynamic_update_slice_in_dim(
-            _jax.filled_like(x, shape=shape), x, self.index() * length, position
+            _jax.filled_like(x, shape=shape), x, self.axis_index() * length, position
         )
-        return self.sum(own).astype(x.dtype)
+        return self.psum(own).astype(x.dtype)
 
-    def on_all(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`fun` on all devices at once, each with its part of arguments and results.
+    def shard_map(
+        self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`jax.shard_map` along these axes of the mesh, compiled.
 
-        Specs are as for `jax.shard_map`: of all arguments, a tuple of pytrees that may be prefixes.
-        They are about the axes along which work is split. How arrays are split along others is
-        left to them.
+        Specs name these axes only: `in_specs` is a tuple with a pytree prefix for each argument.
+        How arrays are sharded along other axes is left to them.
         """
 
         def call(*args: Any) -> Any:
             around = jax.sharding.get_abstract_mesh()
             mesh: Any = around if AxisType.Manual in around.axis_types else self.mesh
             if AxisType.Explicit in mesh.axis_types:
-                # Arrays say in their types how they are split, and must say what specs do.
+                # Their types say how arrays are sharded, and must agree with the specs.
                 args = tuple(self._typed(mesh, *pair) for pair in zip(in_specs, args, strict=True))
             options: Any = {"mesh": mesh, "axis_names": set(self.names), "check_vma": False}
             mapped = jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, **options)
@@ -151,7 +152,7 @@ class MeshAxis:
         return jax.jit(call)
 
     def _typed(self, mesh: Any, specs: Any, tree: PyTree) -> PyTree:
-        """The arrays of a tree, split as specs say by their types, and as they were besides."""
+        """Reshard arrays as specs say, and keep how they are sharded along other axes."""
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
         def entry(wanted: Any, found: Any) -> tuple[str, ...]:
@@ -172,7 +173,7 @@ class MeshAxis:
         )
 
     def check_outside(self, where: str) -> None:
-        """Check that this is not called by a function that runs on all devices already."""
+        """Check that this is not called inside a `jax.shard_map` over the same axes."""
         around = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
         manual = [name for name, kind in kinds.items() if kind is AxisType.Manual]
@@ -194,7 +195,7 @@ class MeshAxis:
         self, length: int, what: str, where: str, *, is_of_process: bool = False
     ) -> None:
         """Check that as many can be dealt out evenly: among all devices, or this process's own."""
-        count = self.count_here if is_of_process else self.count
+        count = self.local_count if is_of_process else self.count
         if length % count:
             lower = length - length % count
             one_of = f"{lower} or {lower + count}" if lower else f"{count}"
@@ -205,7 +206,7 @@ class MeshAxis:
             )
 
     def check_placement(self, name: str, tree: PyTree, where: str) -> None:
-        """Check that arrays of which it is said where they are, are on the devices of the mesh."""
+        """Check that committed arrays live on the mesh's devices."""
         devices = set(self.mesh.devices.flat)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not isinstance(leaf, jax.Array) or _jax.is_tracer(leaf) or not leaf.committed:
@@ -221,7 +222,7 @@ class MeshAxis:
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """The names of the axes in an entry of a spec."""
+    """Return the names of the axes in an entry of a spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -12,6 +12,7 @@ digit is one nest of loops, so there are at most k bodies to compile and no step
 the first digit keeps as many carries as it has rounds; each other one is a checkpoint of its own.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -112,7 +113,8 @@ def checkpointed_scan(
 
     def run(levels: int, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         program = ScanProgram.of(body, init, xs, length, reverse, where)
-        return run_nested(program, nested_lengths(program.length, levels), unroll, where)
+        with program.mesh():
+            return run_nested(program, nested_lengths(program.length, levels), unroll, where)
 
     if budget is None:
         return run(levels or DEFAULT_LEVELS, init, xs)
@@ -337,17 +339,17 @@ def checkpoint_chunked_scan(
     budget = check_budget(
         memory_budget, sizes, where, plan_for=plan_for, objective=objective, advice=_ADVICE
     )
+    # With a budget there is a compiled program, which must not be of what `f` was before.
+    body = f if budget is None else _jax.untraced(f)
+
+    def run(size: int | None, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+        program = ScanProgram.of(body, init, xs, length, reverse, where)
+        with program.mesh():
+            return _run_chunks(program, size or max(1, program.length), unroll, where)
+
     if budget is None:
-        program = ScanProgram.of(f, init, xs, length, reverse, where)
-        return _run_chunks(program, chunk_size or max(1, program.length), unroll, where)
-
-    body = _jax.untraced(f)  # A compiled program must not be of what `f` was before.
-
-    def build(size: int) -> Callable[..., tuple[PyTree, PyTree]]:
-        return lambda init, xs: _run_chunks(
-            ScanProgram.of(body, init, xs, length, reverse, where), size, unroll, where
-        )
-
+        return run(chunk_size, init, xs)
+    build = lambda size: functools.partial(run, size)
     steps = scan_length(xs, length, where)
     # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
     sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)

@@ -6,6 +6,7 @@ in place (`curvax._rows`) wherever the loop stands, so they are not copied to be
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,7 +53,12 @@ class ScanProgram:
         """Check the arguments of a scan and trace its body."""
         xs, init = jax.tree.map(jnp.asarray, (xs, init))
         program = cls(f, init, xs, scan_length(xs, length, where), bool(reverse), None)
-        return _traced(program, where)
+        with program.mesh():
+            return _traced(program, where)
+
+    def mesh(self) -> AbstractContextManager[Any]:
+        """Return the context to trace loops in: the explicit mesh of `init` and `xs`, if any."""
+        return _jax.mesh_of(jax.tree.leaves((self.init, self.xs)))
 
     def step(self, carry: Carry, time: Size) -> tuple[Carry, PyTree]:
         """The step that runs at that time."""
@@ -116,8 +122,7 @@ class Outputs:
         """Empty buffers."""
         row = lambda leaf: jax.eval_shape(lambda x: _jax.unwrap_keys(x)[None], leaf)
         rows = jax.tree.map(row, self.program.outputs)
-        with _jax.mesh_of(jax.tree.leaves((self.program.init, self.program.xs))):
-            return jax.tree.map(lambda leaf: _slicing.allocate(self.length, leaf, 0), rows)
+        return jax.tree.map(lambda leaf: _slicing.allocate(self.length, leaf, 0), rows)
 
     def write(self, buffers: PyTree, values: PyTree, rows: _slicing.Rows) -> PyTree:
         """The buffers with these rows filled in."""

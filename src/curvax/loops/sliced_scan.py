@@ -82,7 +82,13 @@ def sliced_scan(
     if range(program.length)[bounds] == range(program.length):  # All are kept.
         within = unroll_within(unroll, program.length, where)
         return program.steps(program.init, 0, program.length, within)
-    kept = _Kept.of(program, bounds)
+    with program.mesh():
+        return _run(program, _Kept.of(program, bounds), unroll, where)
+
+
+def _run(
+    program: ScanProgram, kept: "_Kept", unroll: int | bool, where: str
+) -> tuple[Carry, PyTree]:
     outputs = Outputs(program, kept.count)
     # The last kept step is a group of its own, unless as many steps follow it as the others.
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1

@@ -20,8 +20,8 @@ from curvax._tree import broadcast_prefix
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.maps.arguments import normal_axis
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
-from curvax.maps.reducers import Collect, Mean, Prefix, RunningMean, Same, SharedReducer, Sum
-from curvax.maps.sharding import Share
+from curvax.maps.reducers import Collect, Mean, Prefix, RunningMean, Same, ShardedReducer, Sum
+from curvax.maps.sharding import BatchSharding
 
 __all__ = ["AccumulationType", "Accumulator", "Reduction"]
 
@@ -106,7 +106,7 @@ class Reduction:
     `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
     along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
     None that an output has none. `limit` is how many chunks are run, if not all. `where` names
-    the public function in errors. `share` is there if devices have shares of the examples.
+    the public function in errors. `sharding` is there if the examples are sharded.
     """
 
     accumulator: PyTree
@@ -115,9 +115,9 @@ class Reduction:
     per_example: bool
     limit: Size | None
     where: str
-    share: Share | None = None
+    sharding: BatchSharding | None = None
 
-    def reducer(self, outputs: PyTree) -> SharedReducer:
+    def reducer(self, outputs: PyTree) -> ShardedReducer:
         """The reducer for outputs of these shapes."""
         structure = jax.tree.structure(self.accumulator)
         try:
@@ -134,7 +134,7 @@ class Reduction:
         ]
         return Prefix(structure, reducers)
 
-    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> SharedReducer:
+    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> ShardedReducer:
         if isinstance(kind, Accumulator):
             if None in axes:
                 raise self._same_for_all(kind)
@@ -150,7 +150,7 @@ class Reduction:
 
     def _for_leaf(
         self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any
-    ) -> SharedReducer:
+    ) -> ShardedReducer:
         if kind is AccumulationType.CONCAT:
             return self._for_rows(like, axis)
         if axis is None:
@@ -174,7 +174,7 @@ class Reduction:
             f"so {kind} over examples is not asked for; use CONCAT, or an axis."
         )
 
-    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> SharedReducer:
+    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> ShardedReducer:
         if axis is None:
             return Same(like)
         size = self.plan.runs()[0].size
@@ -188,12 +188,13 @@ class Reduction:
         axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}", self.where)
         return Collect(like, self.where, self.plan, axis)
 
-    def _for_user(self, accumulator: Accumulator, part: PyTree) -> SharedReducer:
+    def _for_user(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
         if not accumulator.uneven:
             self._check_even()
-        if accumulator.combine is None and self.share is not None and self.share.parts.count > 1:
+        count = 1 if self.sharding is None else self.sharding.partition.count
+        if accumulator.combine is None and count > 1:
             raise ValueError(
-                f"{self.where}: the mesh splits examples among {self.share.parts.count} devices, "
+                f"{self.where}: the mesh splits examples among {count} devices, "
                 f"and this Accumulator does not say how to make one carry of theirs. Construct it "
                 f"with combine=, a function of two carries."
             )
@@ -205,11 +206,11 @@ class Reduction:
             "and this Accumulator does not say that it can take that. Construct it with "
             "uneven=True if its update and aggregate are right for microbatches of any size, or"
         )
-        if self.share is not None and not self.share.parts.is_even:
-            parts = self.share.parts
+        if self.sharding is not None and not self.sharding.partition.is_even:
+            partition = self.sharding.partition
             raise ValueError(
-                f"{self.where}: {parts.length} examples on {parts.count} devices come out uneven, "
-                f"{cannot} choose a number of examples that {parts.count} divides."
+                f"{self.where}: {partition.length} examples on {partition.count} devices come out "
+                f"uneven, {cannot} choose a number of examples that {partition.count} divides."
             )
         if len(sizes) > 1:
             raise ValueError(
@@ -246,8 +247,8 @@ class _User:
         del examples
         return self.accumulator.finalize(carry)
 
-    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
-        if share.parts.count == 1:
+    def finalize_sharded(self, carry: Carry, examples: Size, sharding: BatchSharding) -> PyTree:
+        if sharding.partition.count == 1:
             return self.finalize(carry, examples)
         combine = self.accumulator.combine
         assert combine is not None
@@ -255,13 +256,13 @@ class _User:
         def combined(carry: Carry, other: Carry) -> tuple[Carry, None]:
             return self._like(carry, combine(carry, other), "combine"), None
 
-        carries = jax.tree.map(share.stacked, carry)
+        carries = jax.tree.map(sharding.stacked, carry)
         first = jax.tree.map(lambda x: x[0], carries)
         others = jax.tree.map(lambda x: x[1:], carries)
         return self.finalize(lax.scan(combined, first, others)[0], examples)
 
-    def specs(self, share: Share) -> PartitionSpec:
-        return share.spec(None)
+    def specs(self, sharding: BatchSharding) -> PartitionSpec:
+        return sharding.spec(None)
 
     def _like(self, carry: Carry, returned: Carry, method: str) -> Carry:
         new = jax.tree.map(jnp.asarray, returned)

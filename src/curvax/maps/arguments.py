@@ -24,9 +24,9 @@ __all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
 class Batch:
     """The arguments of one call, with their batched leaves set apart.
 
-    `arrays` and `axes` are those of the batched leaves, whose places among all `leaves` are
-    `places`. All other leaves stay what the caller passed, arrays or not, unless they are set
-    apart too: `shared`. `names` are what errors call the leaves.
+    `arrays` and `axes` are those of the batched leaves, whose positions among all `leaves` are
+    `positions`. All other leaves stay what the caller passed, arrays or not, unless their arrays
+    are set apart too: `unbatched`. `names` are what errors call the leaves.
     """
 
     arrays: tuple[Array, ...]
@@ -35,25 +35,27 @@ class Batch:
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     structure: TreeDef
-    places: tuple[int, ...]
-    shared: tuple[Array, ...] = ()
-    shared_places: tuple[int, ...] = ()
+    positions: tuple[int, ...]
+    unbatched: tuple[Array, ...] = ()
+    unbatched_positions: tuple[int, ...] = ()
 
     def call(self, fun: Fun, arrays: Sequence[Array]) -> Any:
         """`fun` on the call's arguments, with these arrays for the batched leaves."""
         filled = list(self.leaves)
-        pairs = zip((*self.places, *self.shared_places), (*arrays, *self.shared), strict=True)
-        for place, array in pairs:
-            filled[place] = array
+        pairs = zip(
+            (*self.positions, *self.unbatched_positions), (*arrays, *self.unbatched), strict=True
+        )
+        for position, array in pairs:
+            filled[position] = array
         args, kwargs = jax.tree.unflatten(self.structure, filled)
         return fun(*args, **kwargs)
 
-    def with_shared(self) -> "Batch":
-        """The same with the arrays that are not batched set apart, too, as `shared`."""
-        others = [i for i in range(len(self.leaves)) if i not in self.places]
-        places = [i for i in others if isinstance(self.leaves[i], jax.Array)]
-        shared = tuple(self.leaves[i] for i in places)
-        return replace(self, shared=shared, shared_places=tuple(places))
+    def with_unbatched(self) -> "Batch":
+        """Return the batch with the arrays that are not batched set apart, too."""
+        others = [i for i in range(len(self.leaves)) if i not in self.positions]
+        positions = [i for i in others if isinstance(self.leaves[i], jax.Array)]
+        unbatched = tuple(self.leaves[i] for i in positions)
+        return replace(self, unbatched=unbatched, unbatched_positions=tuple(positions))
 
 
 def mapped_arguments(
@@ -158,7 +160,7 @@ def _batch(
         leaves=tuple(leaves),
         names=tuple(names),
         structure=jax.tree.structure((tuple(args), dict(kwargs))),
-        places=tuple(mapped),
+        positions=tuple(mapped),
     )
 
 

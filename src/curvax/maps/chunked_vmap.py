@@ -12,7 +12,7 @@ from curvax.devices.mesh_axis import Axis, MeshAxis
 from curvax.maps.arguments import mapped_arguments
 from curvax.maps.chunk_plan import contiguous_sizes
 from curvax.maps.chunking import map_chunks
-from curvax.maps.sharding import Share, number_on_each
+from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
@@ -44,7 +44,7 @@ def chunked_vmap(
     with `jax.vmap`. With `checkpoint=True` each chunk is computed again in the backward pass
     instead, and the gradient too holds one chunk.
 
-    With a `mesh`, each device runs such a loop over its share of the examples, successive ones. Of
+    With a `mesh`, each device runs such a loop over its shard of the examples, successive ones. Of
     N examples on D devices, the first N % D devices have one more than the others; nothing is
     computed twice.
 
@@ -93,14 +93,14 @@ def chunked_vmap(
     """
     where = "curvax.chunked_vmap"
     chunk_size = check_size("chunk_size", chunk_size, where)
-    devices = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
     budget = check_budget(
         memory_budget,
         {"chunk_size": chunk_size},
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def chunked_vmap(
             size,
             out_axes=out_axes,
             checkpoint=checkpoint,
-            share=Share.of(devices, batch.length, replicated),
+            sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
             where=where,
         )
 
@@ -126,8 +126,8 @@ def chunked_vmap(
             lambda size: functools.partial(run, size),
             args,
             kwargs,
-            contiguous_sizes(number_on_each(devices, length)),
-            key=(where, as_key((in_axes, out_axes)), checkpoint, devices, replicated),
+            contiguous_sizes(examples_per_device(mesh_axis, length)),
+            key=(where, as_key((in_axes, out_axes)), checkpoint, mesh_axis, replicated),
         )
         return plan(*args, **kwargs)
 

@@ -18,8 +18,8 @@ from curvax._types import Array, Axes, Carry, Fun, Order, PyTree, Size, VmapFn
 from curvax.maps.accumulators import AccumulationType, Accumulator, Reduction
 from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
-from curvax.maps.reducers import Reducer, SharedReducer
-from curvax.maps.sharding import Share
+from curvax.maps.reducers import Reducer, ShardedReducer
+from curvax.maps.sharding import BatchSharding
 
 __all__ = [
     "first_value",
@@ -39,19 +39,21 @@ __all__ = [
 # without a loop. Inputs are read, and collected outputs written, in place (`curvax._rows`), so that
 # beside the inputs and the result only one chunk exists at a time.
 #
-# On a mesh, each device runs the loop on its share of the examples.
+# On a mesh, each device runs the loop on its shard of the examples.
 
 Compute = Callable[[Sequence[Array]], PyTree]
 
 
-def trace_once(fun: Fun, plan: ChunkPlan, limit: Size | None, share: Share | None = None) -> Fun:
+def trace_once(
+    fun: Fun, plan: ChunkPlan, limit: Size | None, sharding: BatchSharding | None = None
+) -> Fun:
     """`fun`, traced once for each shape of its array arguments, however often it is called.
 
     The loop asks for the shape of a value before it computes any, and a plan with chunks of two
     sizes has two bodies; the user's function shall not notice. Where there is no loop, on one
     device, it is called directly.
     """
-    return fun if share is None and _no_loop(plan, limit) else _jax.inlined(fun)
+    return fun if sharding is None and _no_loop(plan, limit) else _jax.inlined(fun)
 
 
 def first_value(
@@ -70,14 +72,14 @@ def reduce_chunks(
     *,
     limit: Size | None = None,
     checkpoint: bool = False,
-    share: Share | None = None,
+    sharding: BatchSharding | None = None,
 ) -> PyTree:
     """Reduce `compute(chunk of arrays)` over the chunks of `plan`.
 
     `make_reducer` gets the shapes of the first value. Only the first `limit` chunks are run if it
     is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
     computes each chunk again in the backward pass instead of saving what that needs. With a
-    `share`, the arrays are what one device has of them, and the result is of all devices.
+    `sharding`, under `shard_map`, the arrays are local shards, and the result is of all devices.
     """
     value_of = _values(compute, arrays, axes, plan)
 
@@ -93,16 +95,18 @@ def reduce_chunks(
     if _no_loop(plan, limit):
         value = forgetful_value_of(first) if checkpoint else value_of(first)
         reducer = make_reducer(jax.eval_shape(lambda: value))
-        return _result(reducer, reducer.update(reducer.init(), value, first), plan.length, share)
+        return _result(reducer, reducer.update(reducer.init(), value, first), plan.length, sharding)
 
     with _jax.mesh_of(arrays):
         # JAX cannot checkpoint side effects; a function that has some remembers what it read.
         effects = _jax.has_effects(lambda: value_of(first))
         value_in_loop = value_of if effects and not checkpoint else forgetful_value_of
         reducer = make_reducer(jax.eval_shape(lambda: value_in_loop(first)))
-        has_last = share.has_last() if share is not None and plan.optional_last else None
-        carry = _run_all(value_in_loop, reducer, plan, limit, has_last)
-        return _result(reducer, carry, _examples(plan, limit, has_last), share)
+        has_optional = (
+            sharding.has_optional() if sharding is not None and plan.optional_last else None
+        )
+        carry = _run_all(value_in_loop, reducer, plan, limit, has_optional)
+        return _result(reducer, carry, _examples(plan, limit, has_optional), sharding)
 
 
 def _values(
@@ -122,11 +126,13 @@ def _first(plan: ChunkPlan) -> Chunk:
     return Chunk(plan, plan.runs()[0], 0)
 
 
-def _result(reducer: Reducer, carry: Carry, examples: Size, share: Share | None) -> PyTree:
-    if share is None:
+def _result(
+    reducer: Reducer, carry: Carry, examples: Size, sharding: BatchSharding | None
+) -> PyTree:
+    if sharding is None:
         return reducer.finalize(carry, examples)
-    assert isinstance(reducer, SharedReducer)
-    return reducer.finalize_all(carry, examples, share)
+    assert isinstance(reducer, ShardedReducer)
+    return reducer.finalize_sharded(carry, examples, sharding)
 
 
 def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
@@ -138,7 +144,7 @@ def _run_all(
     reducer: Reducer,
     plan: ChunkPlan,
     limit: Size | None,
-    has_last: Array | None,
+    has_optional: Array | None,
 ) -> Carry:
     runs = plan.runs(limit)
     carry = reducer.init()
@@ -163,19 +169,19 @@ def _run_all(
             number, carry = lax.fori_loop(run.first, last, body, (number, carry))
         elif run.count > 1:
             number, carry = lax.fori_loop(run.first, last, body, (number, carry))
-        elif has_last is not None and run is runs[-1]:
+        elif has_optional is not None and run is runs[-1]:
             # Not a loop of at most one step, which has no reverse derivative.
             step = lambda state, run=run, body=body: body(run.first, state)
-            number, carry = lax.cond(has_last, step, lambda state: state, (number, carry))
+            number, carry = lax.cond(has_optional, step, lambda state: state, (number, carry))
         else:
             number, carry = body(run.first, (number, carry))
     return carry
 
 
-def _examples(plan: ChunkPlan, limit: Size | None, has_last: Array | None) -> Size:
+def _examples(plan: ChunkPlan, limit: Size | None, has_optional: Array | None) -> Size:
     """How many examples the first `limit` chunks hold."""
-    if has_last is not None:
-        return plan.length - 1 + has_last.astype(jnp.int32)
+    if has_optional is not None:
+        return plan.length - 1 + has_optional.astype(jnp.int32)
     if isinstance(limit, jax.Array):
         return sum(jnp.clip(limit - run.first, 0, run.count) * run.size for run in plan.runs())
     return sum(run.count * run.size for run in plan.runs(limit))
@@ -183,10 +189,10 @@ def _examples(plan: ChunkPlan, limit: Size | None, has_last: Array | None) -> Si
 
 # `reduce_batch`: the loop over the chunks of a batch, on one device or on all those of a mesh.
 #
-# On a mesh the loop is that of one device, run by each on its share of the examples. Batched arrays
-# are split along their own axes; the others are there whole on every device. How a result is split
-# depends on what becomes of it. So the reducer is asked first, and for that the function is traced
-# in the place where it will run, which is the only time that it is.
+# On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
+# arrays are sharded along their batch axes, others replicated. How a result is sharded is up to the
+# reducer, which is made for the shapes of a value; so the function is traced first, where it will
+# run, and that is the only time that it is.
 
 Arrays = Sequence[Array]
 
@@ -198,48 +204,48 @@ def reduce_batch(
     *,
     checkpoint: bool = False,
 ) -> PyTree:
-    """Reduce `compute(shared, chunk of arrays)` over the chunks of the batch.
+    """Reduce `compute(unbatched, chunk of arrays)` over the chunks of the batch.
 
-    The first are the batch's shared arrays, as the device has them that computes.
+    `unbatched` are the batch's other arrays, as the device has them that computes.
     """
-    plan, share, where = reduction.plan, reduction.share, reduction.where
+    plan, sharding, where = reduction.plan, reduction.sharding, reduction.where
 
-    def reduce(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
+    def reduce(arrays: Arrays, unbatched: Arrays, limit: Size | None) -> PyTree:
         return reduce_chunks(
-            lambda chunk: compute(shared, chunk),
+            lambda chunk: compute(unbatched, chunk),
             arrays,
             batch.axes,
             plan,
             reduction.reducer,
             limit=limit,
             checkpoint=checkpoint,
-            share=share,
+            sharding=sharding,
         )
 
-    if share is None:
-        return reduce(batch.arrays, batch.shared, reduction.limit)
+    if sharding is None:
+        return reduce(batch.arrays, batch.unbatched, reduction.limit)
 
     traced_limit = reduction.limit if isinstance(reduction.limit, jax.Array) else None
-    devices = share.devices
-    in_specs = tuple(map(devices.spec, batch.axes)), PartitionSpec(), PartitionSpec()
+    axis = sharding.axis
+    in_specs = tuple(map(axis.spec, batch.axes)), PartitionSpec(), PartitionSpec()
 
-    def first(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
+    def first(arrays: Arrays, unbatched: Arrays, limit: Size | None) -> PyTree:
         del limit
-        return first_value(lambda chunk: compute(shared, chunk), arrays, batch.axes, plan)
+        return first_value(lambda chunk: compute(unbatched, chunk), arrays, batch.axes, plan)
 
-    def part(arrays: Arrays, shared: Arrays, limit: Size | None) -> PyTree:
-        return reduce(arrays, shared, reduction.limit if limit is None else limit)
+    def on_device(arrays: Arrays, unbatched: Arrays, limit: Size | None) -> PyTree:
+        return reduce(arrays, unbatched, reduction.limit if limit is None else limit)
 
-    def on_all(arrays: Arrays, *others: PyTree) -> PyTree:
-        dealt = tuple(map(share.deal, arrays, batch.axes))
-        value = jax.eval_shape(devices.on_all(first, in_specs, PartitionSpec()), dealt, *others)
-        specs = reduction.reducer(value).specs(share)
-        return devices.on_all(part, in_specs, specs)(dealt, *others)
+    def run(arrays: Arrays, *others: PyTree) -> PyTree:
+        padded = tuple(map(sharding.pad, arrays, batch.axes))
+        value = jax.eval_shape(axis.shard_map(first, in_specs, PartitionSpec()), padded, *others)
+        specs = reduction.reducer(value).specs(sharding)
+        return axis.shard_map(on_device, in_specs, specs)(padded, *others)
 
-    devices.check_outside(where)
+    axis.check_outside(where)
     for name, leaf in zip(batch.names, batch.leaves, strict=True):
-        devices.check_placement(name, leaf, where)
-    return jax.jit(on_all)(batch.arrays, batch.shared, traced_limit)
+        axis.check_placement(name, leaf, where)
+    return jax.jit(run)(batch.arrays, batch.unbatched, traced_limit)
 
 
 def map_chunks(
@@ -254,31 +260,34 @@ def map_chunks(
     vmap_fn: VmapFn = jax.vmap,
     limit: Size | None = None,
     checkpoint: bool = False,
-    share: Share | None = None,
+    sharding: BatchSharding | None = None,
 ) -> PyTree:
     """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs.
 
     It gets the batch, whose other arrays it may use, and an example of each of the arrays.
     """
-    if share is None:
+    if sharding is None:
         plan = ChunkPlan.of(batch.length, size, order)
     else:
-        plan, batch = share.plan(size, order), batch.with_shared()
-        share.check_limit(limit, plan, where)
-        vmap_fn = _on_each(vmap_fn, share)
+        plan, batch = sharding.plan(size, order), batch.with_unbatched()
+        sharding.check_limit(limit, plan, where)
+        vmap_fn = _on_local_shard(vmap_fn, sharding)
     limit = check_limit(limit, plan, where)
-    plan = _fastest(plan, accumulator, limit, share)
+    plan = _without_scattered_rows(plan, accumulator, limit, sharding)
     # Examples come out along axis 0; where they go in the result is the reducer's business.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
     once = trace_once(
-        lambda shared, *arrays: example(replace(batch, shared=shared), arrays), plan, limit, share
+        lambda unbatched, *arrays: example(replace(batch, unbatched=unbatched), arrays),
+        plan,
+        limit,
+        sharding,
     )
 
-    def compute(shared: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
-        vectorised = vmap_fn(lambda *row: once(shared, *row), batch.axes, examples_first)
+    def compute(unbatched: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+        vectorised = vmap_fn(lambda *row: once(unbatched, *row), batch.axes, examples_first)
         return vectorised(*arrays)
 
-    reduction = Reduction(accumulator, out_axes, plan, True, limit, where, share)
+    reduction = Reduction(accumulator, out_axes, plan, True, limit, where, sharding)
     return reduce_batch(compute, batch, reduction, checkpoint=checkpoint)
 
 
@@ -325,35 +334,34 @@ def reduce_indices(
     return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer, limit=limit)
 
 
-def _fastest(
-    plan: ChunkPlan, accumulator: PyTree, limit: Size | None, share: Share | None
+def _without_scattered_rows(
+    plan: ChunkPlan, accumulator: PyTree, limit: Size | None, sharding: BatchSharding | None
 ) -> ChunkPlan:
-    """The plan itself, or one that gives the same result sooner.
+    """Return a contiguous plan in place of a strided one that gives the same result.
 
-    Which examples are computed together can only be told from where a loop stops early or from an
-    accumulator that sees it run. Otherwise a strided plan, whose rows are scattered, may as well be
-    contiguous, unless it keeps a sharded axis sharded: it does if it is even and there is more
-    than one device, of which each does not just have its share.
+    Which examples are computed together shows only where a loop stops early, or to an
+    `Accumulator`. But an even strided plan keeps a sharded batch axis sharded, and while a program
+    is traced nobody knows whether it is, unless the arrays are local shards under `shard_map`.
     """
-    told = limit is not None or any(
+    is_seen = limit is not None or any(
         isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
     )
-    stays_sharded = len(plan.runs()) == 1 and jax.device_count() > 1 and share is None
-    if plan.order == "contiguous" or told or stays_sharded:
+    keeps_sharded = len(plan.runs()) == 1 and sharding is None
+    if plan.order == "contiguous" or is_seen or keeps_sharded:
         return plan
     return ChunkPlan(plan.length, plan.size).balanced()
 
 
-def _on_each(vmap_fn: VmapFn, share: Share) -> VmapFn:
-    """`vmap_fn` as devices use it that have a share of the examples each.
+def _on_local_shard(vmap_fn: VmapFn, sharding: BatchSharding) -> VmapFn:
+    """Return `vmap_fn` for use under `shard_map`.
 
-    With `spmd_axis_name` it says that examples are split along an axis of the mesh. Of what a
-    device has, nothing is split along the axes that made the shares.
+    Its `spmd_axis_name` says that examples are sharded along an axis of the mesh. A local shard is
+    not sharded any further along the axes of the `shard_map`.
     """
     if not isinstance(vmap_fn, functools.partial):
         return vmap_fn
     name = vmap_fn.keywords.get("spmd_axis_name")
     names = {name} if isinstance(name, str) else set(name or ())
-    if not names or not names <= set(share.devices.names):
+    if not names or not names <= set(sharding.axis.names):
         return vmap_fn
     return functools.partial(vmap_fn, spmd_axis_name=None)

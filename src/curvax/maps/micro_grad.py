@@ -17,7 +17,7 @@ from curvax.maps.accumulators import AccumulationType
 from curvax.maps.arguments import Batch, batched_arguments
 from curvax.maps.chunk_plan import check_order, even_sizes
 from curvax.maps.chunking import map_chunks
-from curvax.maps.sharding import Share, number_on_each
+from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
@@ -131,14 +131,14 @@ def micro_grad(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    devices = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 
@@ -163,7 +163,7 @@ def micro_grad(
             accumulator=(accumulator, AccumulationType.CONCAT),
             vmap_fn=vmap_fn,
             limit=limit,
-            share=Share.of(devices, batch.length, replicated),
+            sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
             where=where,
         )
 
@@ -181,8 +181,8 @@ def micro_grad(
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(number_on_each(devices, length)),
-            key=(where, as_key(options), has_aux, keep_batch_dim, order, devices, replicated),
+            even_sizes(examples_per_device(mesh_axis, length)),
+            key=(where, as_key(options), has_aux, keep_batch_dim, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

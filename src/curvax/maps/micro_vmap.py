@@ -14,7 +14,7 @@ from curvax.maps.accumulators import AccumulationType
 from curvax.maps.arguments import mapped_arguments
 from curvax.maps.chunk_plan import check_order, even_sizes
 from curvax.maps.chunking import map_chunks
-from curvax.maps.sharding import Share, number_on_each
+from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
@@ -48,7 +48,7 @@ def micro_vmap(
     except that only one microbatch of outputs, and of what `fun` computes on the way, exists at a
     time. `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
 
-    With a `mesh`, each device does so with its share of the examples, as in `chunked_vmap`, and
+    With a `mesh`, each device does so with its shard of the examples, as in `chunked_vmap`, and
     sums and means are over all. Devices meet once, at the end.
 
     Arguments:
@@ -110,14 +110,14 @@ def micro_vmap(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    devices = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def micro_vmap(
             accumulator=accumulator,
             vmap_fn=vmap_fn,
             limit=limit,
-            share=Share.of(devices, batch.length, replicated),
+            sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
             where=where,
         )
 
@@ -148,8 +148,8 @@ def micro_vmap(
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(number_on_each(devices, length)),
-            key=(where, options, order, devices, replicated),
+            even_sizes(examples_per_device(mesh_axis, length)),
+            key=(where, options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

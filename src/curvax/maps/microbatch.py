@@ -17,7 +17,7 @@ from curvax.maps.accumulators import AccumulationType, Reduction
 from curvax.maps.arguments import Batch, batched_arguments, normal_axis
 from curvax.maps.chunk_plan import ChunkPlan, check_limit, check_order, even_sizes
 from curvax.maps.chunking import reduce_batch, trace_once
-from curvax.maps.sharding import Share, number_on_each
+from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
@@ -115,38 +115,38 @@ def microbatch(
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
     sizes = {"microbatch_size": microbatch_size}
-    devices = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
         where,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(devices and devices.is_shared),
+        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
         batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
-        if devices is not None:
-            devices.check_divides(batch.length, "the batch", where)
+        if mesh_axis is not None:
+            mesh_axis.check_divides(batch.length, "the batch", where)
         return batch
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = batch_of(args, kwargs)
-        share = Share.of(devices, batch.length, replicated)
-        if share is None:
+        sharding = BatchSharding.of(mesh_axis, batch.length, replicated)
+        if sharding is None:
             plan = ChunkPlan.of(batch.length, size, order)
         else:
-            plan, batch = share.plan(size, order), batch.with_shared()
-            share.check_limit(limit, plan, where)
+            plan, batch = sharding.plan(size, order), batch.with_unbatched()
+            sharding.check_limit(limit, plan, where)
         limit = check_limit(limit, plan, where)
         once = trace_once(
-            lambda shared, arrays: replace(batch, shared=shared).call(fun, arrays),
+            lambda unbatched, arrays: replace(batch, unbatched=unbatched).call(fun, arrays),
             plan,
             limit,
-            share,
+            sharding,
         )
-        reduction = Reduction(accumulator, 0, plan, False, limit, where, share)
+        reduction = Reduction(accumulator, 0, plan, False, limit, where, sharding)
         return reduce_batch(once, batch, reduction)
 
     @functools.wraps(fun)
@@ -162,8 +162,8 @@ def microbatch(
             lambda size: functools.partial(run, size),
             (limit, *args),
             kwargs,
-            even_sizes(number_on_each(devices, length)),
-            key=(where, options, order, devices, replicated),
+            even_sizes(examples_per_device(mesh_axis, length)),
+            key=(where, options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

@@ -8,7 +8,7 @@ pytree.
 Reducers are made for outputs of known shape. With `per_example=True` the values carry a leading
 axis of examples, which is reduced too. Sums of half-precision numbers are kept in float32.
 
-Where each of several devices has taken in its share of the examples, `finalize_all` makes one
+Where each of several devices has reduced its shard of the examples, `finalize_sharded` makes one
 result of all their carries.
 """
 
@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec
 from curvax import _jax, _slicing
 from curvax._types import Array, Carry, PyTree, Size, TreeDef
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
-from curvax.maps.sharding import Share
+from curvax.maps.sharding import BatchSharding
 
-__all__ = ["Collect", "Mean", "Prefix", "Reducer", "RunningMean", "Same", "SharedReducer", "Sum"]
+__all__ = ["Collect", "Mean", "Prefix", "Reducer", "RunningMean", "Same", "ShardedReducer", "Sum"]
 
 
 Shape = jax.ShapeDtypeStruct
@@ -49,14 +49,14 @@ class Reducer(Protocol):
 
 
 @runtime_checkable
-class SharedReducer(Reducer, Protocol):
+class ShardedReducer(Reducer, Protocol):
     """A reducer of which each device has a carry."""
 
-    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
+    def finalize_sharded(self, carry: Carry, examples: Size, sharding: BatchSharding) -> PyTree:
         """The result of all devices, when this one has taken in `examples` examples."""
         ...
 
-    def specs(self, share: Share) -> PyTree:
+    def specs(self, sharding: BatchSharding) -> PyTree:
         """How that result is split among them: partition specs, for a prefix of it."""
         ...
 
@@ -87,13 +87,13 @@ class Collect:
         del examples
         return _jax.wrap_keys(self.plan.put_back(carry, self.axis), self.like)
 
-    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+    def finalize_sharded(self, carry: Array, examples: Size, sharding: BatchSharding) -> Array:
         del examples
-        rows = share.rows(self.plan.put_back(carry, self.axis), self.axis)
+        rows = sharding.rows(self.plan.put_back(carry, self.axis), self.axis)
         return _jax.wrap_keys(rows, self.like)
 
-    def specs(self, share: Share) -> PartitionSpec:
-        return share.spec(self.axis)
+    def specs(self, sharding: BatchSharding) -> PartitionSpec:
+        return sharding.spec(self.axis)
 
     def _rows_of(self, value: Array) -> Array:
         moved = value if self.axis == 0 else jnp.moveaxis(value, 0, self.axis)
@@ -103,8 +103,8 @@ class Collect:
 class _Whole:
     """The results have no axis of examples, and every device has all of them."""
 
-    def specs(self, share: Share) -> PartitionSpec:
-        return share.spec(None)
+    def specs(self, sharding: BatchSharding) -> PartitionSpec:
+        return sharding.spec(None)
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class Same(_Whole):
         del examples
         return _jax.wrap_keys(carry, self.like)
 
-    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
+    def finalize_sharded(self, carry: Array, examples: Size, sharding: BatchSharding) -> Array:
         # Devices without examples do not know it.
-        known = carry if share.parts.each else share.stacked(carry)[0]
+        known = carry if sharding.partition.each else sharding.stacked(carry)[0]
         return self.finalize(known, examples)
 
 
@@ -149,8 +149,8 @@ class Sum(_Whole):
         del examples
         return carry.astype(jax.eval_shape(jnp.sum, self.like).dtype)
 
-    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
-        return self.finalize(share.devices.sum(carry), examples)
+    def finalize_sharded(self, carry: Array, examples: Size, sharding: BatchSharding) -> Array:
+        return self.finalize(sharding.axis.psum(carry), examples)
 
     def _term(self, value: Array) -> Array:
         dtype = _wide(jax.eval_shape(jnp.sum, self.like).dtype)
@@ -182,8 +182,8 @@ class Mean(_Whole):
         weight = _real(examples, carry) / self._unit
         return (carry / weight.astype(carry.dtype)).astype(self.like.dtype)
 
-    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
-        return self.finalize(share.devices.sum(carry), share.total(examples))
+    def finalize_sharded(self, carry: Array, examples: Size, sharding: BatchSharding) -> Array:
+        return self.finalize(sharding.axis.psum(carry), sharding.total(examples))
 
     @property
     def _unit(self) -> int:
@@ -214,10 +214,10 @@ class RunningMean(_Whole):
     def finalize(self, carry: Array, examples: Size) -> Array:
         return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
 
-    def finalize_all(self, carry: Array, examples: Size, share: Share) -> Array:
-        total = share.total(examples)
+    def finalize_sharded(self, carry: Array, examples: Size, sharding: BatchSharding) -> Array:
+        total = sharding.total(examples)
         part = _real(examples, carry) / _real(jnp.maximum(total, 1), carry)
-        return self.finalize(share.devices.sum(part.astype(carry.dtype) * carry), total)
+        return self.finalize(sharding.axis.psum(part.astype(carry.dtype) * carry), total)
 
     def _term(self, value: Array) -> Array:
         dtype = _wide(value.dtype)
@@ -229,7 +229,7 @@ class Prefix:
     """One reducer for each part of a pytree, where `structure` is a prefix of it."""
 
     structure: TreeDef
-    reducers: Sequence[SharedReducer]
+    reducers: Sequence[ShardedReducer]
 
     def init(self) -> Carry:
         return [reducer.init() for reducer in self.reducers]
@@ -243,13 +243,13 @@ class Prefix:
         parts = zip(self.reducers, carry, strict=True)
         return self.structure.unflatten([r.finalize(state, examples) for r, state in parts])
 
-    def finalize_all(self, carry: Carry, examples: Size, share: Share) -> PyTree:
+    def finalize_sharded(self, carry: Carry, examples: Size, sharding: BatchSharding) -> PyTree:
         parts = zip(self.reducers, carry, strict=True)
-        results = [reducer.finalize_all(state, examples, share) for reducer, state in parts]
+        results = [reducer.finalize_sharded(state, examples, sharding) for reducer, state in parts]
         return self.structure.unflatten(results)
 
-    def specs(self, share: Share) -> PyTree:
-        return self.structure.unflatten([reducer.specs(share) for reducer in self.reducers])
+    def specs(self, sharding: BatchSharding) -> PyTree:
+        return self.structure.unflatten([reducer.specs(sharding) for reducer in self.reducers])
 
 
 def _wide(dtype: Any) -> Any:

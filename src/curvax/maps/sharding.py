@@ -1,11 +1,11 @@
-"""A batch that is split among devices: who has which examples, and how results become one.
+"""A batch that is sharded along an axis of a mesh: which device has which examples.
 
-`Parts` is plain Python. N examples on D devices are N // D for each, successive ones, and one more
-for the first N % D devices. JAX splits arrays into equal parts only. So where there is a rest, all
-devices have places for the most, and where one has an example less, its last place is filled with
-another's. Nothing is ever computed from that: the last chunk of the plan is optional.
+N examples on D devices are N // D successive ones for each, and one more for the first N % D
+devices. JAX shards arrays evenly only. So where that leaves a remainder, every device has as many
+slots as the first, and the last slot of a device with an example less is padding: a copy of another
+example, from which nothing is ever computed, because the last chunk of the plan is optional.
 
-A `Share` is what a device knows of the batch, and how it gets at what the others have.
+`Partition` is plain Python; `BatchSharding` shards arrays by it and gathers results.
 """
 
 from dataclasses import dataclass
@@ -19,124 +19,128 @@ from curvax._types import Array, Order, Size
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.maps.chunk_plan import ChunkPlan
 
-__all__ = ["Parts", "Share", "number_on_each"]
+__all__ = ["BatchSharding", "Partition", "examples_per_device"]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """`length` examples, dealt out to `count` devices as evenly as can be."""
+class Partition:
+    """`length` examples on `count` devices, as evenly as can be."""
 
     length: int
     count: int
 
     @property
     def each(self) -> int:
-        """How many examples every device has."""
+        """The number of examples that every device has."""
         return self.length // self.count
 
     @property
-    def rest(self) -> int:
-        """How many devices, the first ones, have one more."""
+    def remainder(self) -> int:
+        """The number of devices, the first ones, that have one more."""
         return self.length % self.count
 
     @property
     def is_even(self) -> bool:
-        """Whether all devices have equally many."""
-        return self.rest == 0
+        """Whether all devices have the same number."""
+        return self.remainder == 0
 
-    def examples(self) -> np.ndarray:
-        """The example in each place: a row for each device, all of the same length."""
-        device, place = self._grid()
-        first = device * self.each + np.minimum(device, self.rest)
-        return np.minimum(first + place, self.length - 1)
+    def example_of_slot(self) -> np.ndarray:
+        """Return the example in each slot: a row for each device, all of the same length."""
+        device, slot = self._grid()
+        first = device * self.each + np.minimum(device, self.remainder)
+        return np.minimum(first + slot, self.length - 1)
 
-    def places(self) -> np.ndarray:
-        """The place of each example, counted through all rows."""
-        device, place = self._grid()
-        return np.flatnonzero((place < self.each) | (device < self.rest))
+    def slot_of_example(self) -> np.ndarray:
+        """Return the slot of each example, counted through the rows of all devices."""
+        device, slot = self._grid()
+        return np.flatnonzero((slot < self.each) | (device < self.remainder))
 
     def _grid(self) -> tuple[np.ndarray, np.ndarray]:
         most = self.each if self.is_even else self.each + 1
-        device, place = np.indices((self.count, most))
-        return device, place
+        device, slot = np.indices((self.count, most))
+        return device, slot
 
 
 @dataclass(frozen=True)
-class Share:
-    """A device's part of a batch that is split along an axis of a mesh.
+class BatchSharding:
+    """How a batch is sharded along an axis of a mesh, and what becomes of its results.
 
-    `replicated` says that all devices shall have all of a result. What returns arrays is for
-    functions that run on all devices, but for `deal`.
+    `replicated` asks for all of a result on every device. Methods that return arrays are for use
+    under `shard_map`, except `pad`.
     """
 
-    devices: MeshAxis
-    parts: Parts
+    axis: MeshAxis
+    partition: Partition
     replicated: bool
 
     @classmethod
-    def of(cls, devices: MeshAxis | None, length: int, replicated: bool) -> "Share | None":
-        """A share of so many examples, if there are devices to split them among."""
-        if devices is None:
+    def of(cls, axis: MeshAxis | None, length: int, replicated: bool) -> "BatchSharding | None":
+        """Return the sharding of `length` examples; None without a mesh."""
+        if axis is None:
             return None
-        return cls(devices, Parts(length, devices.count), replicated)
+        return cls(axis, Partition(length, axis.count), replicated)
 
     def plan(self, size: int | None, order: Order) -> ChunkPlan:
-        """What each device does, for a size as the user gave it."""
-        plan = ChunkPlan.of(self.parts.each, size, order)
-        if self.parts.is_even:
+        """Return the plan that every device runs, for a size as the user gave it."""
+        plan = ChunkPlan.of(self.partition.each, size, order)
+        if self.partition.is_even:
             return plan
         return (plan.balanced() if order == "strided" else plan).with_optional()
 
     def check_limit(self, limit: Size | None, plan: ChunkPlan, where: str) -> None:
         """Check that the first microbatches of all devices are the first of the batch."""
-        parts = self.parts
-        if limit is None or parts.count == 1 or (parts.is_even and plan.num_chunks == 1):
+        partition = self.partition
+        is_all = partition.is_even and plan.num_chunks == 1
+        if limit is None or partition.count == 1 or is_all:
             return
-        if plan.order == "contiguous" and parts.is_even:
+        if plan.order == "contiguous" and partition.is_even:
             raise ValueError(
                 f"{where}: num_real_microbatches on a mesh needs order='strided', with which each "
-                f"microbatch has examples of all {parts.count} devices. With order='contiguous', "
-                f"the first examples of the batch are all on the first device."
+                f"microbatch has examples of all {partition.count} devices. With "
+                f"order='contiguous', the first examples of the batch are all on the first device."
             )
-        if not parts.is_even or len(plan.runs()) > 1:
+        if not partition.is_even or len(plan.runs()) > 1:
             raise ValueError(
                 f"{where}: num_real_microbatches on a mesh needs microbatches that come out even; "
-                f"got {parts.length} examples on {parts.count} devices in microbatches of at most "
-                f"{plan.size} on each. Choose a microbatch size whose product with {parts.count} "
-                f"divides the number of examples."
+                f"got {partition.length} examples on {partition.count} devices in microbatches of "
+                f"at most {plan.size} on each. Choose a microbatch size whose product with "
+                f"{partition.count} divides the number of examples."
             )
 
-    def deal(self, x: Array, axis: int) -> Array:
-        """An array with the examples along `axis`, so that equal parts are those of devices."""
-        if self.parts.is_even:
+    def pad(self, x: Array, axis: int) -> Array:
+        """Return an array with a row for each slot, from one with a row for each example."""
+        if self.partition.is_even:
             return x
-        numbers = self.parts.examples().ravel()
-        return jnp.take(_jax.unsharded_along(x, axis), numbers, axis, mode="clip")
+        examples = self.partition.example_of_slot().ravel()
+        return jnp.take(_jax.unsharded_along(x, axis), examples, axis, mode="clip")
 
-    def has_last(self) -> Array:
-        """Whether the device has the optional last example."""
-        return self.devices.index() < self.parts.rest
+    def has_optional(self) -> Array:
+        """Return whether the last slot of this device has an example."""
+        return self.axis.axis_index() < self.partition.remainder
 
     def spec(self, axis: int | None) -> PartitionSpec:
-        """The spec of a result with the examples along `axis`, or without such an axis."""
-        is_whole = self.replicated or not self.parts.is_even
-        return self.devices.spec(None if is_whole else axis)
+        """Return the spec of a result with the examples along `axis`, or without such an axis."""
+        is_replicated = self.replicated or not self.partition.is_even
+        return self.axis.spec(None if is_replicated else axis)
 
     def rows(self, x: Array, axis: int) -> Array:
-        """What `spec` says of the rows that devices have in their places along `axis`."""
-        if self.parts.is_even:
-            return self.devices.joined(x, axis) if self.replicated else x
-        return jnp.take(self.devices.joined(x, axis), self.parts.places(), axis, mode="clip")
+        """Return what `spec` says, from the rows in the slots of this device along `axis`."""
+        if self.partition.is_even:
+            return self.axis.all_gather(x, axis) if self.replicated else x
+        slots = self.partition.slot_of_example()
+        return jnp.take(self.axis.all_gather(x, axis), slots, axis, mode="clip")
 
     def total(self, examples: Size) -> Size:
-        """How many examples there are on all devices, of which so many on this one."""
-        return examples * self.parts.count if self.parts.is_even else self.parts.length
+        """Return the number of examples on all devices, when this one has run `examples`."""
+        is_even = self.partition.is_even
+        return examples * self.partition.count if is_even else self.partition.length
 
     def stacked(self, x: Array) -> Array:
-        """What the devices that have examples have, along a new first axis."""
-        return self.devices.stacked(x)[: max(1, min(self.parts.length, self.parts.count))]
+        """Stack what the devices have that have examples, along a new leading axis."""
+        count = max(1, min(self.partition.length, self.partition.count))
+        return self.axis.all_gather(x[None], 0)[:count]
 
 
-def number_on_each(devices: MeshAxis | None, length: int) -> int:
-    """How many of so many examples a device computes; without a mesh there is one."""
-    return length if devices is None else Parts(length, devices.count).each
+def examples_per_device(axis: MeshAxis | None, length: int) -> int:
+    """Return the number of examples that every device computes; without a mesh there is one."""
+    return length if axis is None else Partition(length, axis.count).each

@@ -1,9 +1,8 @@
-"""The devices of an optimizer: those of a mesh, along one axis of which batches are split.
+"""Data parallelism of an optimizer: batches are sharded along one axis of a mesh.
 
-Each device has its own examples, and all have the same parameters and states, but for rows of a
-state that is split as well. Along other axes of the mesh parameters may be split; what runs there
-is left to the compiler. For that all axes are made automatic ones inside, and results are put back
-on the mesh that was given.
+Parameters and states are replicated along that axis, except for the rows of a sharded state. Along
+other axes of the mesh parameters may be sharded, which is left to the compiler. For that all axes
+of the mesh are `Auto` inside, and results are put back on the mesh that was given.
 """
 
 import contextlib
@@ -18,30 +17,33 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from curvax import _jax
 from curvax._tree import leaf_name
 from curvax._types import PyTree
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.microbatching import axes_of
-from curvax.curvature.sharded import by_leaf
-from curvax.devices.mesh_axis import MeshAxis
-from curvax.devices.placement import Agreement, is_placed, placed
+from curvax.curvature.sharded import ShardedCurvature, check_rows, num_shards, state_specs
+from curvax.devices.agreement import NewShapes
+from curvax.devices.mesh_axis import MeshAxis, check_is_mesh
+from curvax.devices.placement import is_committed, put
 
-__all__ = ["SPLIT", "Devices", "axis_of", "check_mesh", "num_devices", "without_places"]
+__all__ = [
+    "DataParallel",
+    "axis_of",
+    "check_mesh",
+    "check_sharding",
+    "num_devices",
+    "without_places",
+]
 
 
 _WHERE = "curvax.Optimizer"
 _BATCH = "batch"
-
-SPLIT = object()
-"""In place of the name of a result: that it is split among devices along its first axis."""
+_REPLICATED = PartitionSpec()
 
 
 def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
-    """What was given as a mesh is one, with an axis along which to split batches."""
+    """Check that what was given as a mesh is one, with an axis along which to shard batches."""
     if mesh is None:
         return
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"{_WHERE}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',)) "
-            f"makes; got {type(mesh).__name__}."
-        )
+    check_is_mesh(mesh, _WHERE)
     names = mesh.axis_names
     if len(names) != 1 and pmap_axis_name not in names:
         raise ValueError(
@@ -49,6 +51,30 @@ def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
             f"pmap_axis_name={pmap_axis_name!r}. Say by pmap_axis_name along which of them batches "
             f"are split."
         )
+
+
+def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
+    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
+    found = num_shards(state)
+    if not isinstance(estimator, ShardedCurvature):
+        if found is not None:
+            raise ValueError(
+                f"{_WHERE}: the state was made with shard_state=True, and is split among {found} "
+                f"devices. Say shard_state=True here, too, or make it whole: "
+                f"state = optimizer.whole_state(state)."
+            )
+        return
+    if found is None:
+        raise ValueError(
+            f"{_WHERE}: the state was made without shard_state=True, and is whole on every device. "
+            f"Leave shard_state out, or split it: state = optimizer.split_state(state)."
+        )
+    if found != estimator.num_devices:
+        raise ValueError(
+            f"{_WHERE}: the state is split among {found} devices, but here are "
+            f"{estimator.num_devices}. Split it again: state = optimizer.split_state(state)."
+        )
+    check_rows(estimator, state)
 
 
 def axis_of(mesh: Mesh | None, pmap_axis_name: str) -> str:
@@ -64,26 +90,23 @@ def num_devices(mesh: Mesh | None, axis: str) -> int:
 
 
 def without_places(tree: PyTree) -> PyTree:
-    """Shapes in place of arrays, which would say where they are; enough to trace a function."""
-
-    def shape(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
-
+    """Return shapes in place of arrays, without their shardings; enough to trace a function."""
+    shape = lambda x: _jax.unplaced(x) if isinstance(x, jax.Array) else x
     return jax.tree.map(shape, tree)
 
 
-class Devices:
-    """The devices of a mesh, or all there are.
+class DataParallel:
+    """Run functions with batches sharded along an axis of a mesh, or along all devices there are.
 
-    Functions have their arguments by name; that which is called "batch" is split.
+    Functions have their arguments by name; the one called "batch" is sharded. Their results are
+    described by a pytree prefix with, for each, the name of the argument that it replaces and is
+    sharded like, a partition spec, or None for a replicated result.
     """
 
     def __init__(self, mesh: Mesh | None, axis: str) -> None:
         self.axis = axis
         self._given = mesh
-        self._agreement = Agreement()
+        self._new_shapes = NewShapes()
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
@@ -92,7 +115,7 @@ class Devices:
 
     @functools.cached_property
     def _along(self) -> MeshAxis:
-        """The same devices, with automatic axes."""
+        """The same devices, with `Auto` axes."""
         names = self._mesh.axis_names
         types = (AxisType.Auto,) * len(names)
         return MeshAxis(Mesh(self._mesh.devices, names, axis_types=types), (self.axis,))
@@ -103,11 +126,11 @@ class Devices:
 
     @property
     def has_other_axes(self) -> bool:
-        """Whether arrays may be split along other axes of the mesh."""
+        """Whether arrays may be sharded along other axes of the mesh."""
         return len(self._mesh.axis_names) > 1
 
     def check_plain(self, args: Mapping[str, Any]) -> None:
-        """Nothing has a leading axis for devices, as `jax.pmap` would have it."""
+        """Check that nothing has a leading axis of devices, as `jax.pmap` would have it."""
         rng, state, count = args.get("rng"), args.get("state"), self._along.count
         is_stacked = rng is not None and np.ndim(rng) > (0 if _jax.is_key(rng) else 1)
         what = "rng is an array of random keys" if is_stacked else None
@@ -125,16 +148,20 @@ class Devices:
             )
 
     def placed(self, program: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a program on the devices, the batch split and all others whole."""
+        """Put the arguments of a program on the devices, the batch sharded."""
         self._check(program, args)
 
-        def put(name: str, leaf: Any, position: int | None) -> Any:
-            return self._moved(placed(self._along, leaf, position, has_all=name != _BATCH))
+        def place(name: str, spec: PartitionSpec, leaf: Any) -> Any:
+            found = put(self._along, leaf, spec, is_process_local=name == _BATCH)
+            return self._with_automatic_axes(found)
 
-        return {n: _by_leaf(functools.partial(put, n), n, tree) for n, tree in args.items()}
+        return {
+            name: jax.tree.map(functools.partial(place, name), self._specs(name, tree), tree)
+            for name, tree in args.items()
+        }
 
     def run(self, program: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-        """The results of a compiled program, on the mesh that was given."""
+        """Run a compiled program, and put its results on the mesh that was given."""
         is_inside = _jax.is_tracing()
         set_already = jax.sharding.get_abstract_mesh()
         is_other = not set_already.empty and set_already != self._along.mesh.abstract_mesh
@@ -147,63 +174,64 @@ class Devices:
         return jax.tree.map(back, found)
 
     def shardings(self, results: Any, args: Mapping[str, Any]) -> Any:
-        """Where results are to be: as the arguments of those names, or whole on each device."""
+        """Return the shardings of results: those of the arguments of their names, or replicated."""
 
-        def of_leaf(leaf: Any, position: int | None) -> Any:
+        def of_leaf(spec: PartitionSpec, leaf: Any) -> Any:
             is_elsewhere = self.has_other_axes and isinstance(leaf, jax.Array)
-            return leaf.sharding if is_elsewhere else self._along.sharding(position)
+            return leaf.sharding if is_elsewhere else NamedSharding(self._along.mesh, spec)
 
-        return self._of_results(of_leaf, results, args)
+        def of(result: Any) -> Any:
+            if not isinstance(result, str):
+                return NamedSharding(self._along.mesh, result or _REPLICATED)
+            return jax.tree.map(of_leaf, self._specs(result, args[result]), args[result])
 
-    def on_all(
+        return jax.tree.map(of, results, is_leaf=_is_result)
+
+    def shard_map(
         self, fun: Callable[..., Any], names: Sequence[str], results: Any
     ) -> Callable[..., Any]:
-        """The function of arguments of these names, on all devices, each with its own examples."""
-        spec = lambda _, position: self._along.spec(position)
+        """Return a function of arguments of these names, run on all devices by `jax.shard_map`."""
 
         def run(*given: Any) -> Any:
-            args = dict(zip(names, given, strict=True))
-            specs = tuple(_by_leaf(spec, name, tree) for name, tree in args.items())
-            return self._along.on_all(fun, specs, self._of_results(spec, results, args))(*given)
+            specs = {n: self._specs(n, tree) for n, tree in zip(names, given, strict=True)}
+            of = lambda result: specs[result] if isinstance(result, str) else result or _REPLICATED
+            out_specs = jax.tree.map(of, results, is_leaf=_is_result)
+            return self._along.shard_map(fun, tuple(specs.values()), out_specs)(*given)
 
         return run
 
-    def _of_results(
-        self,
-        of_leaf: Callable[[Any, int | None], Any],
-        results: Any,
-        args: Mapping[str, Any],
-    ) -> Any:
-        """A function of each result: of the leaves of the argument that it replaces, if any."""
-
-        def of(name: Any) -> Any:
-            if name is None or name is SPLIT:
-                return of_leaf(None, None if name is None else 0)
-            return _by_leaf(of_leaf, name, args[name])
-
-        return jax.tree.map(of, results, is_leaf=_is_none)
+    def _specs(self, name: str, tree: PyTree) -> PyTree:
+        """Return the partition specs of an argument."""
+        if name != _BATCH:
+            return state_specs(tree, self._along.names)
+        return jax.tree.map(lambda leaf: self._along.spec(axes_of(leaf)), tree)
 
     def inside(self, fun: Callable[..., Any], args: Mapping[str, Any], results: Any) -> Any:
-        """What the function returns, inside of a trace: on all devices, unless it runs there."""
+        """Call the function inside a trace: by `shard_map`, unless that is around already."""
         if _jax.is_bound(self.axis):
             return fun(*args.values())
         self._check_batch(args)
-        run = self.on_all(fun, list(args), results)
+        run = self.shard_map(fun, list(args), results)
         if not self._is_explicit:
             return run(*args.values())
-        # Types say how arrays are split. Those of results are the types of what they replace.
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        of_leaf = lambda x: _jax.sharding_of(x) or whole
-        like = lambda name: whole if name is None else jax.tree.map(of_leaf, args[name])
-        shardings = jax.tree.map(like, results, is_leaf=_is_none)
+        # Types say how arrays are sharded. Those of results are the types of what they replace.
+        replicated = NamedSharding(self._mesh, _REPLICATED)
+        of_leaf = lambda x: _jax.sharding_of(x) or replicated
+
+        def of(result: Any) -> Any:
+            if not isinstance(result, str):
+                return NamedSharding(self._mesh, result or _REPLICATED)
+            return jax.tree.map(of_leaf, args[result])
+
+        shardings = jax.tree.map(of, results, is_leaf=_is_result)
         return jax.sharding.auto_axes(run, out_sharding=shardings)(*args.values())
 
-    def _moved(self, leaf: Any) -> Any:
-        """An array of the mesh that was given, with automatic axes; the same buffers."""
+    def _with_automatic_axes(self, leaf: Any) -> Any:
+        """Return an array of the mesh that was given on that with `Auto` axes; the same buffers."""
         if not self._is_explicit or _jax.is_tracer(leaf) or not isinstance(leaf, jax.Array):
             return leaf
         names = list(getattr(leaf.sharding, "spec", ()))
-        while names and names[-1] is None:  # As results have it, so that nothing is compiled anew.
+        while names and names[-1] is None:  # As results have it, so that nothing is compiled again.
             names.pop()
         return jax.device_put(leaf, NamedSharding(self._along.mesh, PartitionSpec(*names)))
 
@@ -212,24 +240,17 @@ class Devices:
             self._along.check_placement(name, tree, _WHERE)
         self.check_plain(args)
         self._check_batch(args)
-        if self._along.is_shared:
-            self._agreement.check(program, args, _WHERE)
+        if self._along.is_multi_process:
+            self._new_shapes.check(program, args, _WHERE)
 
     def _check_batch(self, args: Mapping[str, Any]) -> None:
-        """The devices have as many examples each."""
+        """Check that all devices have the same number of examples."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(args.get(_BATCH)):
             if axes_of(leaf) is not None:
-                is_own = self._along.is_shared and not is_placed(leaf)
+                is_own = self._along.is_multi_process and not is_committed(leaf)
                 name, length = leaf_name(_BATCH, path), np.shape(leaf)[0]
                 self._along.check_divides(length, name, _WHERE, is_of_process=is_own)
 
 
-def _by_leaf(fun: Callable[[Any, int | None], Any], name: str, tree: PyTree) -> PyTree:
-    """A function of each leaf of an argument, and of the axis along which that is split, if any."""
-    if name == _BATCH:
-        return jax.tree.map(lambda leaf: fun(leaf, axes_of(leaf)), tree)
-    return by_leaf(fun, tree)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+def _is_result(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)

@@ -13,11 +13,16 @@ from curvax import _jax
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.sharded import ShardedCurvature, by_leaf, split_state, whole_state
-from curvax.devices.placement import gathered
+from curvax.curvature.sharded import (
+    ShardedCurvature,
+    split_state,
+    state_specs,
+    whole_state,
+)
+from curvax.devices.placement import to_host
 from curvax.memory.budget import parse_memory
 from curvax.optimizer.config import Settings, algorithm_of, settings_of
-from curvax.optimizer.devices import SPLIT, Devices, axis_of, without_places
+from curvax.optimizer.devices import DataParallel, axis_of, without_places
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
 from curvax.optimizer.hyperparameters import Given, Schedule
 from curvax.optimizer.programs import Programs, Sizes, check_alive, is_traced, sizes_within
@@ -159,8 +164,7 @@ class Facade:
         if not self._given["shard_state"] or self._axis is None:
             return like
         made = jax.eval_shape(init, *args.values()).estimator_state
-        split = by_leaf(lambda _, position: None if position is None else SPLIT, made)
-        return replace(like, estimator_state=split)
+        return replace(like, estimator_state=state_specs(made, self._axis))
 
     @property
     def _axis(self) -> str | None:
@@ -181,7 +185,7 @@ class Facade:
         settings = settings_of(given)
         self.__dict__.update(_given=given, _settings=settings, _made=None)
         is_compiled, is_donating = not given["debug"], given["donate_buffers"]
-        devices = None if self._axis is None else Devices(given["mesh"], self._axis)
+        devices = None if self._axis is None else DataParallel(given["mesh"], self._axis)
         has_budget = given["memory_budget"] is not None
         self.__dict__["_programs"] = Programs(is_compiled, is_donating, devices, has_budget)
         self.__dict__["_fitting"] = {}
@@ -267,7 +271,7 @@ class Quantities(Facade):
             ValueError: if the optimizer was not used yet, or if the state is that of another model.
         """
         self._check_movable(state)
-        host = jax.tree.map(gathered, state)
+        host = jax.tree.map(to_host, state)
         return replace(host, estimator_state=whole_state(self.estimator, host.estimator_state))
 
     def split_state(self, state: OptimizerState) -> OptimizerState:

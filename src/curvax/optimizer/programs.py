@@ -11,7 +11,7 @@ from curvax._types import PyTree
 from curvax.memory.budget import MemoryBudgetError
 from curvax.memory.compiled import recorded_plans
 from curvax.memory.usage import MemoryUsage
-from curvax.optimizer.devices import Devices
+from curvax.optimizer.devices import DataParallel
 
 __all__ = ["Programs", "Sizes", "check_alive", "is_traced", "sizes_within"]
 
@@ -27,7 +27,7 @@ class Programs:
     """
 
     def __init__(
-        self, is_compiled: bool, is_donating: bool, devices: Devices | None, has_budget: bool
+        self, is_compiled: bool, is_donating: bool, devices: DataParallel | None, has_budget: bool
     ) -> None:
         self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
         self._has_budget = has_budget
@@ -85,7 +85,7 @@ class Programs:
             options["out_shardings"] = self._devices.shardings(results, args)
             leaves, structure = jax.tree.flatten(options)
             key = name, structure, *leaves
-            whole = self._devices.on_all(fun, names, results)
+            whole = self._devices.shard_map(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(
                 whole, donate_argnums=donated, compiler_options=account, **options

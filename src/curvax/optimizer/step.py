@@ -22,7 +22,7 @@ from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
 from curvax.curvature.implicit import ImplicitExactCurvature
-from curvax.curvature.sharded import check_split
+from curvax.optimizer.devices import check_sharding
 from curvax.optimizer.hyperparameters import Adaptive, Given, LevenbergMarquardt, Options, Rules
 from curvax.optimizer.preconditioner import Preconditioner
 from curvax.optimizer.quadratic_model import QuadraticModel
@@ -91,7 +91,7 @@ class Algorithm:
 
     def checked_for(self, state: OptimizerState) -> "Algorithm":
         """The same, if the state is one of this algorithm's on as many devices."""
-        check_split(self.preconditioner.estimator, state.estimator_state)
+        check_sharding(self.preconditioner.estimator, state.estimator_state)
         return self
 
     @property

@@ -43,7 +43,7 @@ class Team:
     def of(cls, axis: MeshAxis | None, where: str) -> "Team":
         """All processes, or this one alone if it is alone or the mesh has no devices of others."""
         number, count = jax.process_index(), jax.process_count()
-        if count == 1 or (axis is not None and not axis.is_shared):
+        if count == 1 or (axis is not None and not axis.is_multi_process):
             return cls(0, 1, axis, where)
         own = [_jax.default_device()] if axis is None else list(axis.mesh.local_devices)
         axis = MeshAxis(Mesh(np.array(own), ("devices",)), ("devices",))

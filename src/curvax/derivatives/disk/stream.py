@@ -30,7 +30,7 @@ from curvax.derivatives.columns import BlockProblem, Part, Progress, check_close
 from curvax.derivatives.disk.fingerprint import callbacks, fingerprint
 from curvax.derivatives.disk.processes import Team
 from curvax.derivatives.disk.store import ArraySpec, BlockStore, check_path
-from curvax.devices.agreement import check_agreement, shapes_in_words
+from curvax.devices.agreement import check_agreement, describe
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import BudgetRequest, record
@@ -65,7 +65,7 @@ class BlockPrograms:
         cls, problem: BlockProblem, x: PyTree, axis: MeshAxis | None
     ) -> tuple["BlockPrograms", PyTree]:
         """Prepare a problem with one part at a point; and its auxiliary value."""
-        prepare = jax.jit if axis is None else lambda fun: axis.on_all(fun, (WHOLE,), WHOLE)
+        prepare = jax.jit if axis is None else lambda fun: axis.shard_map(fun, (WHOLE,), WHOLE)
         prepared, aux = prepare(problem.prepare)(x)
         (part,) = problem.parts
         return cls(part, prepared, axis), aux
@@ -146,7 +146,7 @@ class BlockPrograms:
         if self.axis is None:
             return block
         stacked = self.axis.spec(0)
-        return self.axis.on_all(block, (WHOLE, stacked), stacked)
+        return self.axis.shard_map(block, (WHOLE, stacked), stacked)
 
 
 def _bytes_on_device(array: Array) -> int:
@@ -227,7 +227,7 @@ class _Wanted:
         """What all processes must have alike, a line for each."""
         text = self.computation["fingerprint"][:12]
         told = f"the fingerprint of function, constants and inputs is {text}"
-        return [*shapes_in_words("x", x), told]
+        return [*describe("x", x), told]
 
     def recorded_block_size(self) -> int | None:
         """That of the store, if it was begun."""

@@ -5,38 +5,40 @@ import pytest
 from hypothesis import given, strategies as st
 
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
-from curvax.maps.sharding import Parts
+from curvax.maps.sharding import Partition
 
 NUMBERS = {"length": st.integers(1, 50), "count": st.integers(1, 9)}
 
 
 @given(**NUMBERS)
 def test_each_example_is_in_one_place(length, count):
-    parts = Parts(length, count)
-    examples = parts.examples()
+    partition = Partition(length, count)
+    examples = partition.example_of_slot()
     assert examples.shape[0] == count
     assert examples.min() >= 0
     assert examples.max() < length
-    assert examples.ravel()[parts.places()].tolist() == list(range(length))
+    assert examples.ravel()[partition.slot_of_example()].tolist() == list(range(length))
 
 
 @given(**NUMBERS)
 def test_the_first_devices_have_one_example_more(length, count):
-    parts = Parts(length, count)
-    most = parts.examples().shape[1]
-    owned = np.bincount(parts.places() // most, minlength=count)
-    assert owned.tolist() == [parts.each + (device < parts.rest) for device in range(count)]
+    partition = Partition(length, count)
+    most = partition.example_of_slot().shape[1]
+    owned = np.bincount(partition.slot_of_example() // most, minlength=count)
+    assert owned.tolist() == [
+        partition.each + (device < partition.remainder) for device in range(count)
+    ]
     assert most == owned.max()
     # Where a device has less, it is its last place that is not its own.
     for device in range(count):
-        inside = parts.places()[parts.places() // most == device] % most
+        inside = partition.slot_of_example()[partition.slot_of_example() // most == device] % most
         assert inside.tolist() == list(range(owned[device]))
 
 
 def test_no_examples_are_nobodys():
-    assert Parts(0, 3).is_even
-    assert Parts(0, 3).examples().shape == (3, 0)
-    assert Parts(0, 3).places().size == 0
+    assert Partition(0, 3).is_even
+    assert Partition(0, 3).example_of_slot().shape == (3, 0)
+    assert Partition(0, 3).slot_of_example().size == 0
 
 
 @given(length=st.integers(0, 20), size=st.integers(1, 8))
