@@ -108,7 +108,7 @@ def check_options(
         where,
         objective=objective,
         advice=_ADVICE,
-        is_shared=along is not None and along.is_shared,
+        is_shared=along is not None and along.is_multi_process,
     )
     if budget is not None and not jit:
         raise ValueError(
