@@ -158,14 +158,14 @@ def test_what_is_kept_goes_with_the_function(name):
     compute, f, options = COMPUTED[name]
     way = {"memory_budget": "1MB"} if name.startswith("jacobian") else {"batch_size": 2}
     f = functools.partial(f)
-    before = len(compiled._kept._entries)
+    before = len(compiled._executables._entries)
     compute(f, normal(0, 5), **options, **way)
-    assert len(compiled._kept._entries) == before + 1
+    assert len(compiled._executables._entries) == before + 1
     gone = weakref.ref(f)
     del f
     gc.collect()
     assert gone() is None
-    assert len(compiled._kept._entries) == before
+    assert len(compiled._executables._entries) == before
 
 
 EVALUATED = [

@@ -24,7 +24,7 @@ def of(f, *inputs, consts=()):
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax import lax
-from curvax.diffops._fingerprint import fingerprint
+from curvax.derivatives.disk.fingerprint import fingerprint
 
 @jax.custom_vjp
 def twice(x):

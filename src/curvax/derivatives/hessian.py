@@ -463,7 +463,7 @@ LEAST_COLUMNS = 32
 _Written = tuple[Array, Array]
 """The matrix, and an element of what was written to it last.
 
-What comes next can wait for that number; to wait for the matrix would be to make a copy of it.
+What comes next can wait for that element; to wait for the matrix would be to make a copy of it.
 """
 
 
@@ -526,11 +526,12 @@ def compute_triangle(
         return reduce_indices(row, part.size, size, into, each_chunk=tick), aux
 
     for number in reversed(range(len(groups))):
+        if len(groups) > 1 and not point.part(groups[number]).size:
+            continue
         if written is not None:
             # Each group is linearised again, and not at the same time as the others.
             written, leaves = lax.optimization_barrier((written, leaves))
-        if len(groups) == 1 or point.part(groups[number]).size:
-            written, aux = group_of_rows(number, leaves, written)
+        written, aux = group_of_rows(number, leaves, written)
     assert written is not None
     return [written[0]], aux
 

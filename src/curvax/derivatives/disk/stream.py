@@ -1,8 +1,8 @@
 """A problem solved on disk: each block is computed, written, and let go.
 
 The point is prepared once (the function linearised), and a compiled program computes one block
-after the other from that (`_blocks`). `BlockStore` keeps track of what is done. What is left to do
-is dealt out among the processes that there are (`_team`), each of which has its devices.
+after the other from that (`BlockPrograms`). `BlockStore` keeps track of what is done. What is left
+to do is dealt out among the processes that there are (`Team`), each of which has its devices.
 """
 
 import errno
