@@ -301,6 +301,11 @@ def check_errors():
         jax.jit(lambda p: optimizer.step(p, state, key(1), batch=short, **VALUES))(params)
     with pytest.raises(ValueError, match="6 examples"):
         optimizer.compute_loss_value((params, short))
+    none = jax.tree.map(lambda x: x[:0], batch)
+    with pytest.raises(ValueError, match="has no examples"):
+        optimizer.compute_loss_value((params, none))
+    with pytest.raises(ValueError, match="has no examples"):
+        jax.jit(lambda p: optimizer.compute_loss_value((p, none)))(params)
     close(optimizer.step(params, state, key(1), batch=batch, **VALUES)[0], _one_step())
 
 

@@ -104,16 +104,16 @@ def check_inside(kind):
         close(step(params, state, key(1)), expected)
 
 
-def deep_optimizer(count, is_split=True, width=4):
+def deep_optimizer(count, is_split=True, width=4, **others):
     """An optimizer of the deep network, and a state of it that was saved."""
     params, batch = deep_params(width), jnp.ones((8, width))
     options = {"mesh": mesh_of(count), "shard_state": is_split, "donate_buffers": False}
-    made = curvax.Optimizer(jax.value_and_grad(deep), l2_reg=0.0, **options)
+    made = curvax.Optimizer(jax.value_and_grad(deep), l2_reg=0.0, **options, **others)
     return made, jax.tree.map(np.asarray, made.init(params, key(0), batch))
 
 
 def check_refused():
-    """A state that is split otherwise is refused, with words that say how to split it anew."""
+    """A state that is split otherwise is refused, with words that say how to split it again."""
     params, batch = deep_params(4), jnp.ones((8, 4))
     (split, kept), (whole, other) = deep_optimizer(8), deep_optimizer(8, is_split=False)
 
@@ -132,6 +132,9 @@ def check_refused():
         jax.jit(split.whole_state)(kept)
     with pytest.raises(ValueError, match="not one of this model"):
         split.split_state(deep_optimizer(8, is_split=False, width=5)[1])
+    exact = deep_optimizer(8, is_split=False, use_exact_inverses=True)[1]
+    with pytest.raises(ValueError, match=r"has \['eigen'\] in its cache, where \['-1'\] is needed"):
+        split.split_state(exact)
     with pytest.raises(ValueError, match=r"has \[16\] rows of factors.* got \[8, 8\]"):
         split.whole_state(deep_optimizer(8, width=5)[1])
     for is_split in (True, False):

@@ -7,6 +7,7 @@ computed where these are, and sent to all. Blocks of other kinds are the same on
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -641,10 +642,16 @@ def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
     return BlockDiagonalCurvature.State(tuple(states))
 
 
-def split_state(estimator: ShardedCurvature, state: Any) -> Any:
-    """The state of the estimator with all rows, on the host, from one that is whole."""
+def split_state(
+    estimator: ShardedCurvature, state: Any, exact_powers: Powers, approx_powers: Powers
+) -> Any:
+    """Return the estimator's state with all rows, on the host, from a replicated one.
+
+    The powers are those that the estimator's `init` would be given, which its cache must have.
+    """
     states = list(state.blocks_states)
     _check_shapes(estimator.shards, states, estimator.num_blocks)
+    _check_caches(estimator.blocks or (), states, exact_powers, approx_powers)
     shards = [
         of_states_of_blocks(shard, [states[number] for number in shard.numbers])
         for shard in estimator.shards
@@ -666,6 +673,22 @@ def _check_shapes(shards: Sequence[Shard], states: Sequence[Any], num_blocks: in
             "curvax: the state is not one of this model, whose blocks are of other shapes. Make a "
             "new one with init."
         )
+
+
+def _check_caches(
+    blocks: Sequence[Any], states: Sequence[Any], exact: Powers, approx: Powers
+) -> None:
+    """Check that the blocks' states cache these powers, as their shapes show."""
+    for block, state in zip(blocks, states, strict=True):
+        init = functools.partial(block.init, jax.random.key(0), exact, approx, False)
+        expected, found = (jax.tree.map(np.shape, x.cache) for x in (jax.eval_shape(init), state))
+        if expected != found:
+            raise ValueError(
+                f"curvax: the state of the block {block.name} has {sorted(found or ())} in its "
+                f"cache, where {sorted(expected or ())} is needed: other powers, or exact ones "
+                f"instead of approximate ones. Compute the same ones as before, or make a new "
+                f"state with init."
+            )
 
 
 def _fits(block: TwoKroneckerFactored, state: Any) -> bool:

@@ -244,11 +244,16 @@ class DataParallel:
             self._new_shapes.check(program, args, _WHERE)
 
     def _check_batch(self, args: Mapping[str, Any]) -> None:
-        """Check that all devices have the same number of examples."""
+        """Check that there are examples, and that all devices have the same number of them."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(args.get(_BATCH)):
             if axes_of(leaf) is not None:
                 is_own = self._along.is_multi_process and not is_committed(leaf)
                 name, length = leaf_name(_BATCH, path), np.shape(leaf)[0]
+                if not length:
+                    raise ValueError(
+                        f"{_WHERE}: {name} has no examples, so that there is nothing to average "
+                        f"over. Leave empty batches out."
+                    )
                 self._along.check_divides(length, name, _WHERE, is_of_process=is_own)
 
 

@@ -286,7 +286,8 @@ class Quantities(Facade):
             The state for as many devices as the optimizer has.
 
         Raises:
-            ValueError: as `whole_state`; and if the optimizer has no `shard_state`.
+            ValueError: as `whole_state`; if the optimizer has no `shard_state`, or computes other
+                inverses than the state has (`use_exact_inverses`).
         """
         estimator = self.estimator
         if not isinstance(estimator, ShardedCurvature):
@@ -295,7 +296,9 @@ class Quantities(Facade):
                 f"with a whole state: state = optimizer.whole_state(state)."
             )
         whole = self.whole_state(state)
-        return replace(whole, estimator_state=split_state(estimator, whole.estimator_state))
+        cached = self._algorithm.preconditioner.cached
+        split = split_state(estimator, whole.estimator_state, *cached)
+        return replace(whole, estimator_state=split)
 
     def compute_loss_value(self, func_args: Sequence[PyTree]) -> Array:
         """The loss, for arguments of `value_and_grad_func`."""
