@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvax import _jax, _slicing
+from curvax import _cpu, _jax
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.columns import Blocks
 from curvax.derivatives.flat_point import Point
@@ -90,7 +90,7 @@ class Triangle:
         product, aux = linear_map(
             jax.linearize, gradient, {leaf: leaves[leaf] for leaf in group}, self.has_aux
         )
-        part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
+        part, zero = point.part(group), _cpu.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
             # After the groups before, of which nothing is held any more but the matrix.
