@@ -1,23 +1,27 @@
-"""Inverses of symmetric positive definite matrices, on CPUs nearly all of it by products of tiles.
+"""Workarounds for XLA on CPUs, each next to the plain formulation that it equals.
 
-A matrix is cut into tiles of one shape. Its Cholesky factor, the inverse of that and the product of
-this with its transpose are computed by steps, each of which makes one tile from others: what is
-known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut again,
-down to small matrices. The steps are a table. Where there are few, they are written out in the
-program, where there are many, a loop goes through them.
+This is their only home. On other platforms every function here is its plain formulation, so that
+whoever reads curvax for a GPU may read `_plain_...` and skip the rest. Two costs are peculiar to
+CPUs. XLA has LLVM compile every kernel, which takes some 15 ms for each; kernels that are equal are
+compiled once, and products of matrices, which a library computes, not at all. And LAPACK factorises
+large matrices on threads of its own, which wait busily afterwards and keep a core from XLA's.
 
-Libraries do the same at once, and elsewhere they are asked to. On CPUs there are two reasons not
-to. They factorise large matrices on threads of their own, which go on to wait busily and keep a
-core from the threads that compute products; they do not for small ones. And what is done to tiles
-of one shape is compiled once, while products of any shape are not compiled at all.
+`on_cpus` selects, while a function is traced, by `jax.default_backend()`. (`lax.platform_dependent`
+selects when a program is lowered, but has both formulations traced at each call.) So a program that
+a process on a CPU lowers for another platform, as by `jax.export`, has the workarounds in it.
+`CURVAX_PLAIN=1` in the environment, read at import, selects the plain formulation everywhere, and
+`CURVAX_PLAIN=all_finite,run_if` that of these functions alone. That is how
+benchmarks/cpu_workarounds.py compares them; the figures below are from
+benchmarks/results/cpu_workarounds.md, "with" divided by "plain".
 """
 
 import functools
 import inspect
 import itertools
 import operator
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,70 +33,113 @@ from curvax._types import Array, PyTree
 
 __all__ = [
     "all_finite",
+    "compiled_once",
     "inverse_root",
+    "is_order_marker",
     "one_by_one",
+    "pad_to_tiles",
     "positive_inverse",
-    "shared",
+    "row_products",
+    "run_if",
     "symmetric_product",
-    "widened",
+    "zero_after",
 ]
 
+T = TypeVar("T")
+P = ParamSpec("P")
 
-# Factorisations of several matrices, on CPUs one after the other.
+PLAIN = frozenset(filter(None, os.environ.get("CURVAX_PLAIN", "").split(",")))
+"""The names of functions whose plain formulation is used on CPUs, too; with "1", of all of them."""
 
 
-def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
-    """`factorise(matrices)`, of matrices along any axes in front.
+def is_forced_plain(name: str) -> bool:
+    """Return whether the plain formulation of a workaround is asked for."""
+    return bool(PLAIN & {"1", name})
 
-    JAX 0.10 factorises a stack of matrices on several threads of a CPU and has one more wait for
-    them. In a program with several stacks these threads can all be waiting, and it never ends: 16
-    Cholesky factorisations of two matrices each are enough on two cores. Single matrices are
-    factorised by the thread that asks for it.
+
+def is_used(name: str) -> bool:
+    """Return whether a workaround is used: on CPUs, unless the plain formulation is asked for."""
+    return jax.default_backend() == "cpu" and not is_forced_plain(name)
+
+
+def on_cpus(
+    *, instead_of: Callable[P, T], name: str | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a workaround, so that other platforms run its plain formulation.
+
+    Arguments:
+        instead_of: the plain formulation.
+        name: the workaround that it is a part of; by default, its own name.
     """
-    if matrices.ndim == 2:
-        return factorise(matrices)
-    stack = matrices.reshape(-1, *matrices.shape[-2:])
-    found = lax.platform_dependent(
-        stack, cpu=lambda each: lax.map(factorise, each), default=factorise
-    )
-    return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
+
+    def decorate(workaround: Callable[P, T]) -> Callable[P, T]:
+        own = name or getattr(workaround, "__name__", "")
+
+        @functools.wraps(workaround)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return (workaround if is_used(own) else instead_of)(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
-# `shared`: functions that occur in many places of a program and are compiled once.
+def compiled_once(function: Callable[..., T]) -> Callable[..., T]:
+    """Return `jit(function)`; on CPUs it also stays a function in the compiled program.
 
-
-def shared(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jit(function)`, except that on CPUs it also stays a function in the compiled program.
-
-    What is called is usually put in place of each call, and made one with what is around it there,
-    so that each place has kernels of its own. It takes XLA some 15 ms to compile a kernel for CPUs,
-    but kernels that are the same it compiles once. Arguments with names are static.
+    Plain: `jax.jit(function)`, which XLA inlines at each call and fuses with what is around it, so
+    that each call has kernels of its own. Keyword-only arguments are static.
+    COMPILED_ONCE
     """
     parameters = inspect.signature(function).parameters.values()
     static_names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     jitted = jax.jit(function, static_argnames=static_names)
 
-    @functools.cache
-    def branches(**static: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        plain = functools.partial(jitted, **static)
-        # Other platforms may not know what to do with a call.
-        return plain, lambda *args: _jax.kept_as_call(plain(*args))
-
     @functools.wraps(function)
-    def call(*args: Any, **static: Any) -> Any:
-        plain, kept = branches(**static)
-        return lax.platform_dependent(*args, cpu=kept, default=plain)
+    def call(*args: Any, **static: Any) -> T:
+        outputs = jitted(*args, **static)
+        # Outside of a trace the function is a program by itself.
+        is_traced = any(map(_jax.is_tracer, jax.tree.leaves(outputs)))
+        return _jax.kept_as_call(outputs) if is_traced and is_used("compiled_once") else outputs
 
     return call
 
 
-LARGEST = 256
+def _plain_one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
+    return factorise(matrices)
+
+
+@on_cpus(instead_of=_plain_one_by_one)
+def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
+    """Return `factorise(matrices)` for matrices along any leading axes.
+
+    Plain: one batched call. JAX 0.10 factorises a batch on several threads of a CPU and has one
+    more wait for them. In a program with several batches these threads can all be waiting, and it
+    never ends: 16 Cholesky factorisations of two matrices each are enough on two cores. Single
+    matrices are factorised by the thread that asks for it.
+    ONE_BY_ONE
+    """
+    if matrices.ndim == 2:
+        return factorise(matrices)
+    found = lax.map(factorise, matrices.reshape(-1, *matrices.shape[-2:]))
+    return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
+
+
+# The inverse of a positive definite matrix, nearly all of it by products of tiles.
+#
+# A matrix is cut into tiles of one shape. Its Cholesky factor, the inverse of that and the product
+# of this with its transpose are computed by steps, each of which makes one tile from others: what
+# is known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut
+# again, down to small matrices, for which LAPACK uses no threads. The steps are a table. Where
+# there are few, they are unrolled in the program, where there are many, a loop goes through them.
+
+LARGEST_TILE = 256
 """Up to which size there is one tile: large enough for products to be fast."""
 
-SMALLEST = 96
+SMALLEST_TILE = 96
 """Up to which size a tile on the diagonal is not cut."""
 
-MOST_WRITTEN_OUT = 4
+MOST_UNROLLED = 4
 """Up to how many rows of tiles there is no loop."""
 
 MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
@@ -103,11 +150,17 @@ Step = tuple[int, ...]
 """A kind, what to keep of the old tile, a sign, and the places of the new tile and of x and y."""
 
 
-def widened(matrix: Array) -> Array:
-    """The matrix with some rows and columns more, so that it has tiles of one size.
+def _plain_pad_to_tiles(matrix: Array) -> Array:
+    return matrix
 
-    On the diagonal they have the first number of the matrix. That is never more than the largest
-    eigenvalue nor less than the smallest, so that the condition stays as it is.
+
+@on_cpus(instead_of=_plain_pad_to_tiles, name="positive_inverse")
+def pad_to_tiles(matrix: Array) -> Array:
+    """Return the matrix with some rows and columns more, so that it has tiles of one size.
+
+    Plain: the matrix itself. On the diagonal, the new rows have the first element of the matrix.
+    That is never more than the largest eigenvalue nor less than the smallest, so that the condition
+    number stays what it is.
     """
     size = matrix.shape[-1]
     count, width = _tiles(size)
@@ -120,39 +173,37 @@ def widened(matrix: Array) -> Array:
     return jnp.where(is_new, jnp.broadcast_to(matrix[..., :1, :1], wide.shape), wide)
 
 
-@shared
-def positive_inverse(matrix: Array) -> Array:
-    """The inverse of a symmetric positive definite matrix.
-
-    It is not finite where a matrix is not positive definite to rounding. Naively,
-    `cho_solve((cholesky(matrix), True), identity)`, except that the result is a product of a
-    matrix with its transpose, so that it is positive even where it is not accurate. Along axes in
-    front there are several matrices.
-    """
-    return lax.platform_dependent(matrix, cpu=_by_tiles, default=_at_once)
-
-
-def _at_once(matrix: Array) -> Array:
+def _plain_positive_inverse(matrix: Array) -> Array:
     factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
     root = lax.linalg.triangular_solve(
         factor, identity, left_side=True, lower=True, transpose_a=True
     )
-    return _times_transpose(root, root)
+    return jnp.matmul(root, jnp.matrix_transpose(root), precision=lax.Precision.HIGHEST)
 
 
-def _by_tiles(matrix: Array) -> Array:
+@compiled_once
+@on_cpus(instead_of=_plain_positive_inverse)
+def positive_inverse(matrix: Array) -> Array:
+    """Return the inverse of a symmetric positive definite matrix, or of several along leading axes.
+
+    Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Naively,
+    `cho_solve((cholesky(matrix), True), identity)`, except that a product of a matrix with its
+    transpose is positive even where it is not accurate. It is not finite where a matrix is not
+    positive definite to rounding.
+    POSITIVE_INVERSE
+    """
     size = matrix.shape[-1]
     count, _ = _tiles(size)
     if count == 1:
         root = inverse_root(matrix)
         return _times_transpose(root, root)
-    invert = _written_out if count <= MOST_WRITTEN_OUT else _in_a_loop
-    return invert(widened(matrix))[..., :size, :size]
+    invert = _unrolled if count <= MOST_UNROLLED else _looped
+    return invert(pad_to_tiles(matrix))[..., :size, :size]
 
 
-def _written_out(matrix: Array) -> Array:
-    """The inverse by steps that are all in the program, so that some are computed side by side."""
+def _unrolled(matrix: Array) -> Array:
+    """Invert by steps that are all in the program, so that some of them overlap."""
     count, width = _tiles(matrix.shape[-1])
     # Positions that are known to be constants would make the same kernels different ones.
     edges = lax.optimization_barrier([jnp.int32(width * k) for k in range(count)])
@@ -174,8 +225,8 @@ def _written_out(matrix: Array) -> Array:
     return inverse
 
 
-def _in_a_loop(matrix: Array) -> Array:
-    """The inverse by one step after the other, in place: a program of one size for all matrices."""
+def _looped(matrix: Array) -> Array:
+    """Invert by one step after the other, in place: a program of one size for all matrices."""
     count, width = _tiles(matrix.shape[-1])
     mirrored = itertools.combinations(range(count), 2)
     steps = [*_steps(count), *((MIRROR, 0, 1, i, j, *(j, i) * 2) for i, j in mirrored)]
@@ -207,17 +258,17 @@ def _in_a_loop(matrix: Array) -> Array:
     return lax.fori_loop(0, len(steps), body, matrix)
 
 
-@shared
+@compiled_once
 def _tile(matrix: Array, row: Array, column: Array, *, width: int) -> Array:
     shape = (*matrix.shape[:-2], width, width)
     return lax.dynamic_slice(matrix, _indices(matrix, row, column), shape)
 
 
-@shared
+@compiled_once
 def _with_mirrored(matrix: Array, tile: Array, row: Array, column: Array) -> Array:
-    """The matrix with a tile at this position, and its transpose at the mirrored one."""
+    """Return the matrix with a tile at this position, and its transpose at the mirrored one."""
     here, there = _indices(matrix, row, column), _indices(matrix, column, row)
-    # What is here is zero. It is added as only so the kernel is compiled once.
+    # What is here is zero. It is added because only so the kernel is compiled once.
     added = lax.dynamic_slice(matrix, here, tile.shape) + tile
     matrix = lax.dynamic_update_slice(matrix, added, here)
     return lax.dynamic_update_slice(matrix, jnp.matrix_transpose(tile), there)
@@ -228,15 +279,12 @@ def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
 
 
 def _steps(count: int) -> list[Step]:
-    """The steps that invert a matrix of `count` by `count` tiles, in place.
-
-    The result is in the lower triangle.
-    """
+    """Return the steps that invert `count` by `count` tiles in place, into the lower triangle."""
     return [*_root_steps(count), *_product_steps(count)]
 
 
 def _root_steps(count: int) -> Iterator[Step]:
-    """The root of a matrix.
+    """Yield the steps to the root of a matrix.
 
     The lower triangle becomes that of the Cholesky factor, except that tiles on the diagonal become
     those of the root. The upper triangle becomes the rest of the root, with
@@ -255,7 +303,7 @@ def _root_steps(count: int) -> Iterator[Step]:
 
 
 def _product_steps(count: int) -> Iterator[Step]:
-    """The lower triangle of the root times its transpose.
+    """Yield the steps to the lower triangle of the root times its transpose.
 
     The factor is not needed any more. The root is, and on the diagonal until the row is done.
     """
@@ -264,11 +312,11 @@ def _product_steps(count: int) -> Iterator[Step]:
             yield ACCUMULATE, int(k > i), 1, i, j, i, k, j, k
 
 
-@shared
+@compiled_once
 def inverse_root(matrix: Array) -> Array:
-    """The transposed inverse of the Cholesky factor: upper triangular, `root @ root.T` inverts."""
+    """Return the transposed inverse of the Cholesky factor: `root @ root.T` is the inverse."""
     size = matrix.shape[-1]
-    if size <= SMALLEST:
+    if size <= SMALLEST_TILE:
         return _small_root(matrix)
     half = 4 * -(-size // 8)  # Mostly, both halves are of one shape.
     first, last = slice(0, half), slice(half, size)
@@ -276,7 +324,7 @@ def inverse_root(matrix: Array) -> Array:
     factor = matrix[..., last, first] @ root
     rest = inverse_root(matrix[..., last, last] - _times_transpose(factor, factor))
     beside = -_times_transpose(root, factor) @ rest
-    # Sums of what is padded, as concatenations are compiled anew each time.
+    # Sums of padded matrices, as each concatenation is a kernel of its own.
     parts = [
         _padded(root, 0, 0, size),
         _padded(beside, 0, half, size),
@@ -286,10 +334,10 @@ def inverse_root(matrix: Array) -> Array:
 
 
 def _small_root(matrix: Array) -> Array:
-    """The root at once: it is part of the factor of a larger matrix.
+    """Return the root of a small matrix, which is a part of the factor of a larger one.
 
-    This is [[matrix, 1], [1, c]], with c so large that it is positive definite. To solve with the
-    factor instead takes other threads already for matrices of 32 rows.
+    This is `[[matrix, 1], [1, c]]`, with `c` so large that it is positive definite. To solve with
+    the factor instead takes threads of LAPACK already for matrices of 32 rows.
     """
     size = matrix.shape[-1]
     row, column = jnp.indices((2 * size, 2 * size), sparse=True)
@@ -298,14 +346,14 @@ def _small_root(matrix: Array) -> Array:
     wide = _padded(matrix, 0, 0, 2 * size)
     is_given = jnp.broadcast_to((row < size) & (column < size), wide.shape)
     both = jnp.where(is_given, wide, jnp.broadcast_to(others.astype(matrix.dtype), wide.shape))
-    # Factorisations take columns first, so that the transpose is no work.
+    # LAPACK is column-major, so that the transpose costs nothing.
     factorise = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
     factor = one_by_one(factorise, jnp.matrix_transpose(both))
     return factor[..., size:, :size]
 
 
 def _padded(block: Array, row: int, column: int, size: int) -> Array:
-    """A square matrix with a block at this position and zeros elsewhere."""
+    """Return a square matrix with a block at this position and zeros elsewhere."""
     rows, columns = block.shape[-2:]
     rows, columns = (row, size - row - rows, 0), (column, size - column - columns, 0)
     zero = jnp.zeros((), block.dtype)
@@ -313,8 +361,8 @@ def _padded(block: Array, row: int, column: int, size: int) -> Array:
 
 
 def _tiles(size: int) -> tuple[int, int]:
-    """In how many rows and columns of tiles a matrix is cut, and how wide these are."""
-    count = max(1, -(-size // LARGEST))
+    """Return into how many rows and columns of tiles a matrix is cut, and how wide these are."""
+    count = max(1, -(-size // LARGEST_TILE))
     return count, 16 * -(-size // (16 * count))
 
 
@@ -322,18 +370,24 @@ def _times_transpose(x: Array, y: Array) -> Array:
     return x @ jnp.matrix_transpose(y)
 
 
-# `all_finite`: whether arrays have neither infinities nor anything that is not a number.
-
-LONGEST = 2**14
+LONGEST_SUM = 2**14
 """Up to how many rows and columns a matrix is summed up by products."""
 
 
-def all_finite(values: PyTree) -> Array:
-    """Whether all arrays are finite. Equal to `all(jnp.all(jnp.isfinite(x)) for x in values)`.
+def _plain_all_finite(values: PyTree) -> Array:
+    arrays = [jnp.asarray(x) for x in jax.tree.leaves(values)]
+    each = [jnp.all(jnp.isfinite(x)) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack(each)) if each else jnp.ones((), bool)
 
-    Matrices are summed up by products with those of two columns, whose elements are so small that
-    a sum of finite numbers is finite. For products of matrices there is nothing to compile, unlike
-    for comparisons: in a step of K-FAC these took a fifth of the time of all that is compiled.
+
+@on_cpus(instead_of=_plain_all_finite)
+def all_finite(values: PyTree) -> Array:
+    """Return whether all arrays are finite.
+
+    Plain: `all(jnp.all(jnp.isfinite(x)) for x in values)`, a kernel for each shape. Here matrices
+    are summed up by products with matrices of two columns, whose elements are so small that a sum
+    of finite numbers is finite.
+    ALL_FINITE
     """
     arrays = [jnp.asarray(x) for x in jax.tree.leaves(values)]
     arrays = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
@@ -347,24 +401,25 @@ def all_finite(values: PyTree) -> Array:
 
 
 def _is_matrix(x: Array) -> bool:
-    """Whether it has several rows and columns, and none that are split among devices.
+    """Return whether an array has several rows and columns, and none of them sharded by its type.
 
-    For the latter, products would have to say what becomes of it. Those with vectors are compiled,
-    each by itself; and what is multiplied with is a constant in the program, as long as the matrix.
+    Products of sharded arrays would have to say how the result is sharded; products with vectors
+    are compiled, each by itself. What is multiplied with is a constant in the program, as long as
+    the matrix.
     """
     if x.ndim < 2 or _jax.sharding_of(x) is not None:
         return False
     rows, columns = x.size // x.shape[-1], x.shape[-1]
-    return min(rows, columns) > 1 and rows + columns <= LONGEST
+    return min(rows, columns) > 1 and rows + columns <= LONGEST_SUM
 
 
 def _sum(x: Array) -> Array:
-    """A matrix of two rows and columns that is finite if and only if all elements are."""
+    """Return a matrix of two rows and columns that is finite if and only if all elements are."""
     rows = x.reshape(-1, x.shape[-1])
     if jnp.finfo(x.dtype).bits < 32:
         rows = rows.astype(jnp.float32)
-    # The largest number, times this, can be added up more often than there are elements. Signs are
-    # only to make constants of it: matrices of one number are filled by what has to be compiled.
+    # The largest number, times this, can be added up more often than there are elements. The signs
+    # only make it a constant: a matrix of equal elements would be filled by a kernel.
     small = float(jnp.finfo(rows.dtype).tiny) ** 0.5
     signs = np.array([1, -1])
     columns = jnp.asarray(np.tile(small * signs, (rows.shape[1], 1)), rows.dtype)
@@ -372,23 +427,24 @@ def _sum(x: Array) -> Array:
     return jnp.asarray(np.tile(signs[:, None], rows.shape[0]), rows.dtype) @ by_row
 
 
-# Products that are symmetric: one triangle is computed, the other is its mirror image.
-#
-# A product is cut into panels, each as wide as the triangle is there. Products of large dense parts
-# remain, which is what machines are good at. Each panel also makes the program larger and slower to
-# compile, so there are never many.
-
 MOST_PANELS = 5
-"""How a product is cut: more panels save little time, and each takes its time to compile."""
+"""Into how many panels a product is cut: more save little time, and each takes time to compile."""
 
-NARROWEST = 128
+NARROWEST_PANEL = 128
 """How narrow panels may be."""
 
 
-def symmetric_product(x: Array, y: Array | None = None) -> Array:
-    """`x.T @ x`, or `x.T @ y` if that is known to be symmetric, by one triangle.
+def _plain_symmetric_product(x: Array, y: Array | None = None) -> Array:
+    return jnp.matrix_transpose(x) @ (x if y is None else y)
 
-    Along axes in front there are several such matrices.
+
+@on_cpus(instead_of=_plain_symmetric_product)
+def symmetric_product(x: Array, y: Array | None = None) -> Array:
+    """Return `x.T @ x`, or `x.T @ y` if that is known to be symmetric; along any leading axes.
+
+    Plain: the product. Here one triangle of it is computed, cut into panels that are as wide as the
+    triangle is there, and the other triangle is its mirror image.
+    SYMMETRIC_PRODUCT
     """
     y = x if y is None else y
     panel = lambda start, end: jnp.matrix_transpose(x[..., start:end]) @ y[..., :end]
@@ -396,8 +452,8 @@ def symmetric_product(x: Array, y: Array | None = None) -> Array:
 
 
 def _by_panels(panel: Callable[[int, int], Array], size: int) -> Array:
-    """A symmetric matrix of which `panel` returns some rows, up to the last that is diagonal."""
-    count = max(1, min(MOST_PANELS, size // NARROWEST))
+    """Return a symmetric matrix of which `panel` returns some rows, up to the diagonal."""
+    count = max(1, min(MOST_PANELS, size // NARROWEST_PANEL))
     width = 16 * max(1, -(-size // (16 * count)))  # What vector instructions like.
     edges = [*range(0, size, width), size]
     panels = [panel(start, end) for start, end in itertools.pairwise(edges)]
@@ -407,5 +463,90 @@ def _by_panels(panel: Callable[[int, int], Array], size: int) -> Array:
     before = [(0, 0, 0)] * (panels[0].ndim - 1)
     widened = [lax.pad(x, zero, [*before, (0, size - x.shape[-1], 0)]) for x in panels]
     lower = jnp.concatenate(widened, axis=-2)
-    # A choice between the matrix and its transpose makes programs of JAX 0.10 for CPUs crash.
+    # `jnp.where(i >= j, lower, lower.T)` crashes in JAX 0.10 on CPUs, from 1000 rows on.
     return jnp.tril(lower) + jnp.matrix_transpose(jnp.tril(lower, -1))
+
+
+def _plain_row_products(x: Array, y: Array) -> Array:
+    return jnp.sum(x * y, axis=-1)
+
+
+@on_cpus(instead_of=_plain_row_products)
+def row_products(x: Array, y: Array) -> Array:
+    """Return the inner product of each row of a matrix with the same row of another.
+
+    Plain: `jnp.sum(x * y, axis=-1)`. Here it is the diagonal of `x @ y.T`, which for the few rows
+    that it is meant for is a call of a library.
+    ROW_PRODUCTS
+    """
+    return jnp.diagonal(_times_transpose(x, y), axis1=-2, axis2=-1)
+
+
+def _plain_run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
+    if not _jax.is_tracer(flag):
+        return fun(state) if flag else state
+    return lax.cond(flag, fun, lambda state: state, state)
+
+
+@on_cpus(instead_of=_plain_run_if)
+def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
+    """Return `fun(state)` if the flag is set, else the state.
+
+    Plain: `lax.cond`, which on CPUs copies the state, also where it returns it as it is: in a step
+    of K-FAC that is as large as all inverses. Here it is a loop of at most one step, which carries
+    only what changes.
+    RUN_IF
+    """
+    if not _jax.is_tracer(flag):
+        return fun(state) if flag else state
+    leaves, structure = jax.tree.flatten(state)
+    traced, changed = _jax.trace_change(fun, state)
+    changing = [index for index, is_changed in enumerate(changed) if is_changed]
+
+    def body(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        flag, own = carry
+        current = dict(enumerate(leaves)) | dict(zip(changing, own, strict=True))
+        found = traced([current[index] for index in range(len(leaves))])
+        return jnp.zeros_like(flag), [found[index] for index in changing]
+
+    start = (jnp.asarray(flag, bool), [jnp.asarray(leaves[index]) for index in changing])
+    _, own = lax.while_loop(lambda carry: carry[0], body, start)
+    for index, leaf in zip(changing, own, strict=True):
+        leaves[index] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def zero_after(tree: PyTree) -> Array:
+    """Return zero, which the compiler cannot compute before it has the arrays of the tree.
+
+    Plain: `jnp.int32(0)`. What depends on it is computed after them, so that the temporaries of
+    both are not alive together. XLA drops optimization barriers before it orders a program, so it
+    takes a number that XLA does not know: here, whether an element is one NaN payload that no
+    computation makes. Arrays that are sharded by their types are skipped. Other than the rest of
+    this file it is used on every platform, as a bound on memory is a promise there, too.
+    ZERO_AFTER
+    """
+    if is_forced_plain("zero_after"):
+        return jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(tree):
+        plain = _jax.sharding_of(leaf) is None and not _jax.is_varying(leaf)
+        bits = _PAYLOADS.get(str(leaf.dtype))
+        if plain and bits is not None and leaf.size:
+            element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
+            pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
+            return (pattern == bits).astype(jnp.int32)
+    return jnp.zeros((), jnp.int32)
+
+
+def is_order_marker(bits: Any) -> bool:
+    """Return whether these are the bits of the NaN with which `zero_after` compares."""
+    dtype = getattr(bits, "dtype", None)
+    return any(dtype == each.dtype and bool(bits == each) for each in _PAYLOADS.values())
+
+
+_PAYLOADS = {
+    "float16": np.uint16(0x7D5A),
+    "bfloat16": np.uint16(0x7FA5),
+    "float32": np.uint32(0x7FA5A5A5),
+    "float64": np.uint64(0x7FF5A5A5A5A5A5A5),
+}

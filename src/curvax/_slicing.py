@@ -20,11 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from curvax import _jax
-from curvax._types import PyTree, Size
+from curvax._types import Size
 
 __all__ = [
     "Column",
@@ -33,12 +32,10 @@ __all__ = [
     "allocate",
     "differentiated_as",
     "fold",
-    "is_special",
     "read",
     "save_all_but_reads",
     "unfold",
     "write",
-    "zero_after",
 ]
 
 
@@ -213,34 +210,3 @@ def _write_once_jvp(numbers: Any, primals: Any, tangents: Any) -> tuple[Array, A
 
 def _all(rows: Rows, length: int) -> bool:
     return rows.stride == 1 and rows.size == length
-
-
-def zero_after(tree: PyTree) -> Array:
-    """Zero, which the compiler cannot compute before it has the arrays of the tree.
-
-    What depends on it comes after them. XLA drops optimization barriers before it orders a program,
-    so it takes a number that XLA does not know: here, whether an element is one special NaN that
-    no computation makes. Arrays that are sharded by their types are let be.
-    """
-    for leaf in jax.tree.leaves(tree):
-        plain = _jax.sharding_of(leaf) is None and not _jax.is_varying(leaf)
-        bits = _SPECIAL.get(str(leaf.dtype))
-        if plain and bits is not None and leaf.size:
-            element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
-            pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
-            return (pattern == bits).astype(_INDEX)
-    return jnp.zeros((), _INDEX)
-
-
-def is_special(bits: Any) -> bool:
-    """Whether these are the bits of the NaN with which `zero_after` compares; no value has them."""
-    dtype = getattr(bits, "dtype", None)
-    return any(dtype == each.dtype and bool(bits == each) for each in _SPECIAL.values())
-
-
-_SPECIAL = {
-    "float16": np.uint16(0x7D5A),
-    "bfloat16": np.uint16(0x7FA5),
-    "float32": np.uint32(0x7FA5A5A5),
-    "float64": np.uint64(0x7FF5A5A5A5A5A5A5),
-}

@@ -1,7 +1,9 @@
 """What is written in blocks reads back whole, whatever happens in between."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,13 @@ import pytest
 import zarr
 from hypothesis import given, settings, strategies as st
 
-from curvax.derivatives.disk.store import ArraySpec, BlockStore, DamagedStoreWarning, check_path
+from curvax.derivatives.disk.store import (
+    ArraySpec,
+    BlockStore,
+    DamagedStoreWarning,
+    check_path,
+    seal,
+)
 from curvax.derivatives.disk.stream import disk_errors
 
 WHERE = "curvax.hessian"
@@ -318,16 +326,15 @@ class TestDamage:
         for name in files_of(path):
             copy = tmp_path / name.replace("/", "-") / "x.zarr"
             shutil.copytree(path, copy)
-            if fault not in ("deleted", "emptied") and not (copy / name).stat().st_size:
-                continue  # There is no byte in a mark.
             FAULTS[fault](copy / name)
             found = self.reopened(copy, specs, verify)
             kind = "mark" if "done" in name else "metadata" if "zarr.json" in name else "chunk"
-            flipped = "byte" in fault
+            # The last bytes of a chunk are its checksum, which the mark has, too.
+            flipped = fault in ("first byte", "a byte")
             assert (
                 found
                 == {
-                    "mark": "as it was",
+                    "mark": "as it was" if fault == "deleted" else "repaired",
                     "metadata": "refused",
                     "chunk": "Zarr's error" if flipped and not verify else "repaired",
                 }[kind]
@@ -377,6 +384,43 @@ class TestDamage:
         words = rf"^{WHERE}: 1 of the 3 blocks of .* are damaged: .*\(blocks 0\)"
         with pytest.warns(DamagedStoreWarning, match=words):
             assert open_store(copy, specs).unfinished() == [0]
+
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_a_chunk_in_the_place_of_another(self, stored, tmp_path, verify):
+        """Its own checksum is right, but not in this place: also where the mark was copied, too."""
+        path, specs = stored
+        for chunk in (file for file in path.rglob("*") if "c" in file.relative_to(path).parts):
+            if not chunk.is_file():
+                continue
+            name = str(chunk.relative_to(path))
+            other = re.sub(r"\bc/(\d)", lambda found: f"c/{(int(found[1]) + 1) % 3}", name)
+            for with_mark in (False, True):
+                copy = tmp_path / f"{name.replace('/', '-')}-{with_mark}" / "x.zarr"
+                shutil.copytree(path, copy)
+                shutil.copyfile(copy / other, copy / name)
+                if with_mark:
+                    done = next(copy.rglob("done"))
+                    numbers = [re.search(r"\bc/(\d)", each)[1] for each in (other, name)]
+                    shutil.copyfile(*(done / number for number in numbers))
+                assert self.reopened(copy, specs, verify) == "repaired", name
+
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_marks_of_earlier_versions_are_empty(self, stored, verify):
+        """Their stores do not say what a mark holds. They are read and continued."""
+        path, specs = stored
+        for mark in next(path.rglob("done")).iterdir():
+            mark.write_bytes(b"")
+        described = json.loads((path / "zarr.json").read_text())
+        del described["attributes"]["curvax"]["marks"]
+        (path / "zarr.json").write_text(json.dumps(described))
+        seal(path / "zarr.json")
+        assert self.reopened(path, specs, verify) == "as it was"
+        (next(path.rglob("done")) / "1").unlink()
+        assert open_store(path, specs).unfinished() == [1]
+        assert self.reopened(path, specs, verify) == "as it was"
+        folder = path / (specs[0].name and "a")
+        shutil.copyfile(folder / "c/0/0", folder / "c/1/0")
+        assert self.reopened(path, specs, verify) == "repaired"  # Block 1 has a mark of today.
 
     def test_damaged_metadata_can_be_overwritten(self, stored, tmp_path):
         path, specs = stored
@@ -430,7 +474,7 @@ class TestDamage:
 WORKER = """
 import sys, time, zarr  # Imported before it is ready, so that kills hit the writing.
 import numpy as np
-from curvax.diffops._disk import ArraySpec, BlockStore
+from curvax.derivatives.disk.store import ArraySpec, BlockStore
 
 specs = [ArraySpec("a", (40, 2000), np.dtype("f8")), ArraySpec("b", (40,), np.dtype("f4"))]
 print("ready", flush=True)
@@ -489,14 +533,17 @@ class TestKilled:
                 with pytest.raises(KeyboardInterrupt):
                     fill(store, [0])
             assert open_store(tmp_path / "x.zarr", specs).unfinished() == [0, 1, 2]
-        touch = Path.touch
+        replace, made = Path.replace, []
 
-        def checked(mark, **options):
-            assert all((tmp_path / f"x.zarr/{name}/c/{mark.name}/0").is_file() for name in "ab")
-            touch(mark, **options)
+        def checked(partial, mark):
+            if mark.parent.name == "done":
+                made.append(mark.name)
+                assert all((tmp_path / f"x.zarr/{name}/c/{mark.name}/0").is_file() for name in "ab")
+            return replace(partial, mark)
 
-        monkeypatch.setattr(Path, "touch", checked)
+        monkeypatch.setattr(Path, "replace", checked)
         fill(store)
+        assert made == ["0", "1", "2"]
         assert_complete(store)
 
     @pytest.mark.parametrize("overwrite", [False, True])
@@ -510,14 +557,14 @@ class TestKilled:
 import os, shutil, sys
 import numpy as np, zarr
 from pathlib import Path
-from curvax.diffops import _disk
-where = {{"mkdir": Path, "_flush": _disk, "rename": os, "rmtree": shutil}}[{call!r}]
+from curvax.derivatives.disk import store
+where = {{"mkdir": Path, "_flush": store, "rename": os, "rmtree": shutil}}[{call!r}]
 original = getattr(where, {call!r})
 def die_after(*args, **options):
     original(*args, **options) if {call!r} != "rmtree" else None
     os._exit(9)
 setattr(where, {call!r}, die_after)
-_disk.BlockStore.open({str(path)!r}, [_disk.ArraySpec("", (10, 3), np.dtype("f8"))], axis="first",
+store.BlockStore.open({str(path)!r}, [store.ArraySpec("", (10, 3), np.dtype("f8"))], axis="first",
     length=10, block_size=4, fingerprint="a" * 64, overwrite={overwrite}, where="worker")
 """
         killed = subprocess.run([sys.executable, "-c", code], check=False)

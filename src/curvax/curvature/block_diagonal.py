@@ -29,7 +29,7 @@ from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
 from curvax.curvature.estimation_modes import Share, check_mode, draws, num_passes
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
-from curvax.curvature.linalg.tasks import computed
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.curvature.microbatching import (
     BatchArgument,
     axes_of,
@@ -575,7 +575,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
             else:
                 updates[number] = block.cache_update(own, weights[number], *options)
         together = in_step(list(updates.values()))
-        found = finished(together, functools.partial(computed, axis_name=axis))
+        found = finished(together, functools.partial(run_matrix_tasks, axis_name=axis))
         for number, own in zip(updates, found, strict=True):
             states[number] = own
         return replace(state, blocks_states=tuple(states))

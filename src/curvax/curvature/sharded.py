@@ -29,7 +29,7 @@ from curvax.curvature.blocks.kronecker import TwoKroneckerFactored, multiplied
 from curvax.curvature.estimator import IdentityWeight
 from curvax.curvature.linalg.kronecker import Kronecker, Side
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
-from curvax.curvature.linalg.tasks import computed
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import own_rows
 
 __all__ = [
@@ -336,7 +336,7 @@ def refreshed(
         cache = {name: jax.tree.map(take, x) for name, x in own.cache.items()}
         for power in approx:
             tasks = kronecker.power(inputs, outputs, weight, power, scales=(scale, scale))
-            cache[power_key(power)] = dict(zip(_NAMES, computed(tasks), strict=True))
+            cache[power_key(power)] = dict(zip(_NAMES, run_matrix_tasks(tasks), strict=True))
         if exact:
             cache["eigen"] = kronecker.eigen(scale * inputs, scale * outputs)
         return cache

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from curvax import _jax, _slicing
+from curvax import _cpu, _jax
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     Options,
@@ -508,7 +508,7 @@ def compute_triangle(
 
         at = {leaf: leaves[leaf] for leaf in group}
         product, aux = linear_map(jax.linearize, gradient, at, has_aux)
-        part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
+        part, zero = point.part(group), _cpu.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
             # After the groups before, of which nothing is held any more but the matrix.

@@ -13,7 +13,7 @@ from curvax.curvature.linalg.kronecker import (
     from_basis,
     to_basis,
 )
-from curvax.curvature.linalg.tasks import computed
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 
 SIDES = [DenseSide, DiagonalSide]
 STACKS = [(), (2,), (2, 3)]
@@ -21,7 +21,7 @@ STACKS = [(), (2,), (2, 3)]
 
 def powers(product, inputs, outputs, weight, exponent):
     """A power of both factors, computed."""
-    both = lambda a, b, w: tuple(computed(product.power(a, b, w, exponent)))
+    both = lambda a, b, w: tuple(run_matrix_tasks(product.power(a, b, w, exponent)))
     return jax.jit(both)(inputs, outputs, weight)
 
 
@@ -63,10 +63,10 @@ def test_a_side_of_rows_is_the_sum_of_their_outer_products(kind, stack):
 def test_powers_and_eigenvalues_of_a_side_are_those_of_its_matrices(kind, exponent):
     side = kind(4, (2,))
     held, dense = matrices_of(side)
-    raised = jax.jit(lambda held: computed([side.power(held, 0.2, exponent)])[0])
+    raised = jax.jit(lambda held: run_matrix_tasks([side.power(held, 0.2, exponent)])[0])
     found = side.dense(raised(held))
     np.testing.assert_allclose(found, power(dense + 0.2 * np.eye(4), exponent), atol=1e-9)
-    ((values, vectors),) = computed([side.eigen(held)])
+    ((values, vectors),) = run_matrix_tasks([side.eigen(held)])
     np.testing.assert_allclose(np.sort(values), np.linalg.eigvalsh(dense), atol=1e-12)
     assert (vectors is None) == (kind is DiagonalSide)
 

@@ -18,10 +18,10 @@ from curvature.linalg.matrices import (
 from curvax.curvature.linalg import psd
 from curvax.curvature.linalg.psd import (
     add_identity,
+    clamp_eigenvalues,
     psd_eigh,
     psd_power,
     spectral_power,
-    told_from_zero,
 )
 
 POWERS = st.sampled_from([-2, -1, -0.5, -0.25, 0, 0.5, 1, 2])
@@ -194,12 +194,12 @@ def test_only_zeros_are_taken_to_be_something_else():
     np.testing.assert_allclose(by_matrix, [[0.25, 1 / (32 * eps)], [1, 1]])
 
 
-def test_eigenvalues_of_dense_matrices_are_told_from_zero_only_without_damping():
+def test_eigenvalues_of_dense_matrices_are_clamped_only_without_damping():
     eps = np.finfo(np.float64).eps
     values = jnp.array([[0.0, 1e-30, 2.0], [0.0, 1e-30, 2.0]])
-    found = told_from_zero(values, jnp.array([0.0, 1e-40]), -1)
+    found = clamp_eigenvalues(values, jnp.array([0.0, 1e-40]), -1)
     np.testing.assert_array_equal(found, [[16 * eps, 16 * eps, 2], [0, 1e-30, 2]])
-    np.testing.assert_array_equal(told_from_zero(values, 0.0, 0.5), values)
+    np.testing.assert_array_equal(clamp_eigenvalues(values, 0.0, 0.5), values)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-20, 1.0, 1e20])

@@ -14,9 +14,9 @@ from curvax._cpu import inverse_root, positive_inverse, symmetric_product
 def _small_parts():
     """Cut matrices of a few rows already, to be quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cpu, "NARROWEST", 18)
-        patch.setattr(_cpu, "LARGEST", 32)
-        patch.setattr(_cpu, "SMALLEST", 16)
+        patch.setattr(_cpu, "NARROWEST_PANEL", 18)
+        patch.setattr(_cpu, "LARGEST_TILE", 32)
+        patch.setattr(_cpu, "SMALLEST_TILE", 16)
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -50,7 +50,7 @@ def test_an_inverse_root_is_the_transposed_inverse_of_the_cholesky_factor(stack,
 
 
 # Libraries invert at once on platforms other than this one.
-@pytest.mark.parametrize("function", [positive_inverse, _cpu._at_once])
+@pytest.mark.parametrize("function", [positive_inverse, _cpu._plain_positive_inverse])
 @given(stack=STACKS, size=SIZES)
 def test_a_positive_inverse_is_the_inverse(function, stack, size):
     matrix = positive((*stack, size, size))

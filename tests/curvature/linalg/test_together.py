@@ -12,7 +12,7 @@ import numpy as np
 
 from curvature.linalg.matrices import positive
 from curvax.curvature.linalg.psd import psd_eigh, psd_power
-from curvax.curvature.linalg.tasks import Eigenvectors, Power, computed
+from curvax.curvature.linalg.tasks import Eigenvectors, Power, run_matrix_tasks
 from helpers import run_on_devices
 
 PROGRAMS = Path(__file__).with_name("together_programs.py")
@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).with_name("together_programs.py")
 
 def test_tasks_are_computed_in_order_and_the_rest_is_left_as_it_is():
     matrix = jnp.asarray(positive((2, 4, 4)))
-    found = computed([Power(matrix, 0.1, -1, 2.0), "nothing", Eigenvectors(matrix)])
+    found = run_matrix_tasks([Power(matrix, 0.1, -1, 2.0), "nothing", Eigenvectors(matrix)])
     np.testing.assert_allclose(found[0], psd_power(matrix, 0.1, -1, 2.0))
     assert found[1] == "nothing"
     for a, b in zip(found[2], psd_eigh(matrix), strict=True):

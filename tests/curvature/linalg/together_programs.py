@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from curvax.curvature.linalg.tasks import Eigenvectors, Power, computed
+from curvax.curvature.linalg.tasks import Eigenvectors, Power, run_matrix_tasks
 
 jax.config.update("jax_enable_x64", True)
 DRAWN = np.random.default_rng(0)
@@ -51,12 +51,12 @@ def without_signs(found):
 
 def on_devices(count, check_vma):
     mesh = Mesh(np.array(jax.devices()[:count]), ("d",))
-    run = lambda matrices: without_signs(computed(tasks(matrices), "d"))
+    run = lambda matrices: without_signs(run_matrix_tasks(tasks(matrices), "d"))
     shared = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
     return jax.jit(shared).lower(MATRICES).compile()
 
 
-expected = without_signs(computed(tasks(MATRICES)))
+expected = without_signs(run_matrix_tasks(tasks(MATRICES)))
 reduced = set()
 for count, check_vma in itertools.product((1, 2, 3, 8), (True, False)):
     program = on_devices(count, check_vma)

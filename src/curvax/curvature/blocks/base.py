@@ -25,7 +25,7 @@ from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.data import data_of_sites, statistics_of_data
 from curvax.curvature.blocks.layer import LayerEquation, LayerSite, wide
-from curvax.curvature.linalg.tasks import computed
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 
 __all__ = [
     "BlockState",
@@ -56,7 +56,7 @@ Powers = float | int | Sequence[float | int] | None
 CacheUpdate = Generator[Sequence[Any], Any, Any]
 """An update of a cache. It yields tasks, is sent their results, and returns the new state.
 
-So tasks of several blocks can be computed together; see `curvax.curvature.linalg.tasks.computed`.
+So tasks of several blocks can be computed together, by `run_matrix_tasks`.
 """
 
 
@@ -441,7 +441,7 @@ class CurvatureBlock(OfLayer, abc.ABC):
             ValueError: if the state was not made to cache a power.
         """
         options = (identity_weight, exact_powers, approx_powers, eigenvalues)
-        return finished(self.cache_update(state, *options), computed)
+        return finished(self.cache_update(state, *options), run_matrix_tasks)
 
     def cache_update(
         self,

@@ -28,11 +28,11 @@ from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.blocks.settings import get_default_eigen_decomposition_threshold
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import (
+    clamp_eigenvalues,
     diagonal,
     psd_eigh,
     psd_power,
     spectral_power,
-    told_from_zero,
 )
 from curvax.curvature.linalg.tasks import Eigenvectors, Power
 
@@ -181,7 +181,7 @@ class Full(OfExampleGradients):
             matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
         elif "eigenvectors" in (state.cache or ()):
             values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
-            values = told_from_zero(values, how.identity_weight, how.power)
+            values = clamp_eigenvalues(values, how.identity_weight, how.power)
             powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
             return self.unflattened(vectors @ (powers * (flat @ vectors)))
         else:

@@ -33,7 +33,7 @@ from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.linalg.kronecker import DenseSide, DiagonalSide, Kronecker, Side
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import per_matrix
-from curvax.curvature.linalg.tasks import computed
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
 
@@ -561,7 +561,7 @@ def multiplied(
     if how.is_cached:
         powers = cached(power_key(how.power))
         return kronecker.multiply(powers["inputs_factor"], powers["outputs_factor"], x)
-    inputs, outputs = computed(kronecker.power(*factors(), how.identity_weight, how.power))
+    inputs, outputs = run_matrix_tasks(kronecker.power(*factors(), how.identity_weight, how.power))
     return kronecker.multiply(inputs, outputs, x)
 
 

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 
 from curvax._cpu import symmetric_product
 from curvax._types import Array
-from curvax.curvature.linalg.psd import diagonal, per_matrix, spectral_power, told_from_zero
-from curvax.curvature.linalg.tasks import Eigenvectors, Power, computed
+from curvax.curvature.linalg.psd import clamp_eigenvalues, diagonal, per_matrix, spectral_power
+from curvax.curvature.linalg.tasks import Eigenvectors, Power, run_matrix_tasks
 
 __all__ = ["DenseSide", "DiagonalSide", "Eigen", "Kronecker", "Side", "from_basis", "to_basis"]
 
@@ -206,7 +206,7 @@ class Kronecker:
     ) -> tuple[Array | Power, Array | Power]:
         """A power of both factors, times their scales, with the identity split by `pi`.
 
-        They may be tasks that are yet to be `computed`.
+        They may be tasks, for `run_matrix_tasks`.
         """
         of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
         means = [
@@ -227,7 +227,7 @@ class Kronecker:
         return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
 
     def eigen_tasks(self, inputs: Array, outputs: Array) -> list[Any]:
-        """What is to be `computed` for the eigenvalues and eigenvectors of both factors."""
+        """The tasks of computing eigenvalues and eigenvectors of both factors."""
         return [self.inputs.eigen(inputs), self.outputs.eigen(outputs)]
 
     def eigen_of(self, found: Sequence[tuple[Array, Array | None]]) -> Eigen:
@@ -241,7 +241,7 @@ class Kronecker:
 
     def eigen(self, inputs: Array, outputs: Array) -> Eigen:
         """The eigenvalues and eigenvectors of both factors."""
-        return self.eigen_of(computed(self.eigen_tasks(inputs, outputs)))
+        return self.eigen_of(run_matrix_tasks(self.eigen_tasks(inputs, outputs)))
 
     def eigenvalues(self, eigen: Eigen) -> Array:
         """All eigenvalues of the product, in the shape (..., inputs, outputs)."""
@@ -253,7 +253,7 @@ class Kronecker:
         """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
         weight = per_matrix(identity_weight, 2, x.dtype)
         sides = {
-            name: told_from_zero(eigen[name], identity_weight, power)
+            name: clamp_eigenvalues(eigen[name], identity_weight, power)
             for name in ("inputs_values", "outputs_values")
         }
         values = spectral_power(self.eigenvalues(sides) + weight, power, axes=(-2, -1))

@@ -15,19 +15,26 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from curvax._cpu import one_by_one, positive_inverse, shared, widened
+from curvax._cpu import (
+    compiled_once,
+    one_by_one,
+    pad_to_tiles,
+    positive_inverse,
+    row_products,
+    run_if,
+)
 from curvax._types import Array
 
 __all__ = [
     "add_identity",
     "checked_inverse",
+    "clamp_eigenvalues",
     "diagonal",
     "per_matrix",
     "psd_eigh",
     "psd_power",
     "spectral_of",
     "spectral_power",
-    "told_from_zero",
 ]
 
 
@@ -47,7 +54,7 @@ def add_identity(matrix: Array, weight: ArrayLike) -> Array:
 
 
 def diagonal(matrix: Array) -> Array:
-    """The diagonal of each matrix: `jnp.diagonal`, but no indices are computed for it."""
+    """Return the diagonal of each matrix: `jnp.diagonal`, by a strided slice and no gather."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
@@ -85,7 +92,7 @@ def spectral_power(
     return jnp.where(values > 0, jnp.where(values > 0, values, 1) ** power, 0)
 
 
-def told_from_zero(
+def clamp_eigenvalues(
     values: Array,
     identity_weight: ArrayLike,
     power: float | int,
@@ -124,34 +131,29 @@ def psd_power(
 def _inverse(matrix: Array, weight: Array, scale: Array) -> Array:
     """The inverse of `scale * matrix + weight * identity`."""
     weight, scale = (jnp.broadcast_to(x, matrix.shape[:-2]) for x in (weight, scale))
-    return _widened_inverse(matrix, weight, scale)
+    return _padded_inverse(matrix, weight, scale)
 
 
-@shared
-def _widened_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
+@compiled_once
+def _padded_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
     size = matrix.shape[-1]
-    inverse = checked_inverse(widened(add_identity(_scaled(matrix, scale), weight)), weight)
+    inverse = checked_inverse(pad_to_tiles(add_identity(_scaled(matrix, scale), weight)), weight)
     return inverse[..., :size, :size]
 
 
 def checked_inverse(damped: Array, weight: Array) -> Array:
-    """The inverse of a matrix with `weight` on its diagonal already, by eigenvalues if need be.
+    """Return the inverse of a matrix with `weight` on its diagonal already.
 
-    It is compiled for each size; those that `widened` returns are few.
+    It is that of the factorisation where this is accurate, else it is computed from eigenvalues.
     """
     inverse = positive_inverse(damped)
     is_good = _is_inverse(damped, inverse)
 
-    def mended(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        is_good, inverse = carry
+    def mended(inverse: Array) -> Array:
         other = _by_eigenvalues(damped, weight)
-        if damped.ndim > 2:
-            other = jnp.where(is_good[..., None, None], inverse, other)
-        return jnp.ones_like(is_good), other
+        return other if damped.ndim == 2 else jnp.where(is_good[..., None, None], inverse, other)
 
-    # A loop of at most one step. Other than `lax.cond` it does not copy what is good already.
-    some_bad = lambda carry: ~jnp.all(carry[0])
-    return lax.while_loop(some_bad, mended, (is_good, inverse))[1]
+    return run_if(~jnp.all(is_good), mended, inverse)
 
 
 @_inverse.defjvp
@@ -159,10 +161,10 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     inverse = _inverse(*primals)
     (matrix, _, scale), (its_own, weight, its_scale) = primals, tangents
     damped = add_identity(_scaled(its_own, scale) + _scaled(matrix, its_scale), weight)
-    return inverse, -inverse @ damped @ inverse
+    return inverse, -_matmul(_matmul(inverse, damped), inverse)
 
 
-@shared
+@compiled_once
 def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | int) -> Array:
     """`(scale * matrix + weight * identity) ** power`, by eigenvalues."""
     values, vectors = psd_eigh(matrix)
@@ -170,7 +172,7 @@ def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | in
     return _put_together(values, vectors, weight, power)
 
 
-@shared
+@compiled_once
 def _by_eigenvalues(damped: Array, weight: Array) -> Array:
     """The inverse of a matrix with `weight` on its diagonal already."""
     values, vectors = _eigh(damped)
@@ -181,17 +183,22 @@ def _by_eigenvalues(damped: Array, weight: Array) -> Array:
 def _put_together(values: Array, vectors: Array, weight: Array, power: float | int) -> Array:
     """A power of a matrix from its eigenvalues, to all of which a weight is to be added."""
     # They come in order.
-    values = told_from_zero(values, weight, power, largest=values[..., -1:])
+    values = clamp_eigenvalues(values, weight, power, largest=values[..., -1:])
     values = values + per_matrix(weight, 1, values.dtype)
     powers = spectral_power(values, power, largest=values[..., -1:])
     half = vectors * jnp.sqrt(powers)[..., None, :]
-    return half @ jnp.matrix_transpose(half)
+    return _matmul(half, jnp.matrix_transpose(half))
 
 
 def _eigh(matrix: Array) -> tuple[Array, Array]:
-    # The decomposition takes columns first, so that the transpose is no work.
+    # LAPACK is column-major, so that the transpose costs nothing.
     decompose = lambda x: tuple(jnp.linalg.eigh(x, symmetrize_input=False))
     return one_by_one(decompose, jnp.matrix_transpose(matrix))
+
+
+def _matmul(x: Array, y: Array) -> Array:
+    """Return `x @ y` in the precision of the dtype, which on GPUs and TPUs is not the default."""
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _resolution(size: int, dtype: jnp.dtype) -> float:
@@ -199,41 +206,31 @@ def _resolution(size: int, dtype: jnp.dtype) -> float:
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 
-@shared
+@compiled_once
 def _is_inverse(matrix: Array, inverse: Array) -> Array:
-    """Whether `vector @ matrix @ inverse` is near the vector, for four of them.
+    """Return whether `vector @ matrix @ inverse` is near the vector, for four vectors.
 
-    Two vectors have a part in all directions. The others are what the matrix makes of them, where
-    the largest eigenvalues have the most part. What is wrong with an inverse by factorisation shows
-    there: it is as if the matrix had changed by about its rounding. Nearly all of it is products of
-    matrices with two rows at once, as those are not compiled, unlike products of vectors, or
-    products along columns where the result is small.
+    Two of them have a component in all directions. The others are what the matrix makes of these,
+    so that the largest eigenvalues have most weight. What is wrong with an inverse by factorisation
+    shows there: it is as if the matrix had changed by about its rounding.
     """
     columns = np.arange(matrix.shape[-1])
     some = jnp.asarray(np.cos(columns**2 + np.array([[1.0], [2.0]])), matrix.dtype)
     some = jnp.broadcast_to(some, (*matrix.shape[:-2], 2, matrix.shape[-1]))
-    products = some @ matrix
+    products = _matmul(some, matrix)
     # Squares of what is very large or very small are not numbers any more.
-    size = jnp.trace(_gram(some, products), axis1=-2, axis2=-1)[..., None, None]
+    size = jnp.sum(row_products(some, products), axis=-1)[..., None, None]
     others = products / jnp.where(size > 0, size, 1)
-    return _are_near(products @ inverse, some) & _are_near(others @ matrix @ inverse, others)
+    residual_is_small = _are_near(_matmul(products, inverse), some)
+    return residual_is_small & _are_near(_matmul(_matmul(others, matrix), inverse), others)
 
 
 def _are_near(found: Array, vectors: Array) -> Array:
-    """Whether the distance from each of the vectors is a small part of its length.
-
-    What is not finite is not near, either.
-    """
-    lengths = _gram(vectors, vectors)
-    # To rounding, which is far less than what is small here.
-    squares = _gram(found, found) - 2 * _gram(found, vectors) + lengths
-    are_near = squares <= LARGEST_RESIDUAL**2 * lengths
-    return jnp.all(diagonal(are_near), axis=-1)
-
-
-def _gram(x: Array, y: Array) -> Array:
-    """All products of one of these vectors with one of those."""
-    return x @ jnp.matrix_transpose(y)
+    """Return whether the distance from each vector is finite and a small part of its length."""
+    lengths = row_products(vectors, vectors)
+    # The square of the distance, to rounding, which is far less than what is small here.
+    squares = row_products(found, found) - 2 * row_products(found, vectors) + lengths
+    return jnp.all(squares <= LARGEST_RESIDUAL**2 * lengths, axis=-1)
 
 
 def _scaled(matrix: Array, scale: Array) -> Array:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from curvax._cpu import widened
+from curvax._cpu import pad_to_tiles
 from curvax._types import Array
 from curvax.curvature.linalg.psd import (
     add_identity,
@@ -32,7 +32,7 @@ from curvax.curvature.linalg.psd import (
 )
 from curvax.devices.task_assignment import own_rows, shares
 
-__all__ = ["Eigenvectors", "MatrixTask", "Power", "computed"]
+__all__ = ["Eigenvectors", "MatrixTask", "Power", "run_matrix_tasks"]
 
 
 Rows = tuple[Array, ...]
@@ -88,7 +88,7 @@ class Power(MatrixTask):
             for x in (self.identity_weight, self.scale)
         )
         scaled = per_matrix(scale, 2, flat.dtype) * flat
-        return (widened(add_identity(scaled, weight)) if self.power == -1 else scaled), weight
+        return (pad_to_tiles(add_identity(scaled, weight)) if self.power == -1 else scaled), weight
 
     def each(self, *row: Array) -> Array:
         matrix, weight = row
@@ -125,7 +125,7 @@ class Eigenvectors(MatrixTask):
         return values.reshape(self.matrix.shape[:-1]), vectors.reshape(self.matrix.shape)
 
 
-def computed(tasks: Sequence[Any], axis_name: str | None = None) -> list[Any]:
+def run_matrix_tasks(tasks: Sequence[Any], axis_name: str | None = None) -> list[Any]:
     """The results of tasks, in order. What is no task is its own result.
 
     Arguments:

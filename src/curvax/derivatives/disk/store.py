@@ -4,16 +4,23 @@ A `BlockStore` is a Zarr array, or a Zarr group of arrays, whose chunks are the 
 arrays share an axis, their first or their last, and block i has the same rows of it in each.
 
 Nothing here is ever half there. A store is made beside its place and moved into it by one rename.
-A block counts as done by an empty file named after it, made when the block is on the disk: not
+A block counts as done by a file named after it, its mark, made when the block is on the disk: not
 only handed to the system, so machines that vanish are survived too. Killed before that, the block
 is computed again. Which computation a store belongs to is in its attributes, under "curvax", and
 no other may write to it. Floating-point rows that are not done yet read as NaN.
 
 Damage is noticed. A chunk ends with its CRC-32C, by Zarr's own codec, so that whoever reads it,
-with whatever program, gets the numbers that were written or an error. `open` looks whether the
-chunks of all blocks that are done are there and have their size, or on request reads them, and
-takes back the marks of those that fail. Each `zarr.json` has a checksum of what the meaning of
-chunks depends on. The marks are empty, and a lost one costs no more than its block.
+with whatever program, gets the numbers that were written or an error. That checksum covers bytes
+and not their position, so the mark of a block holds its index and the checksums of its chunks: a
+chunk that is copied over another one does not match the mark there. `open` looks whether the chunks
+of all blocks that are done are there, have their size and end with the checksum in the mark; on
+request it also reads them; and it removes the marks of those that fail. Each `zarr.json` has a
+checksum of what the meaning of chunks depends on. A lost or damaged mark costs no more than its
+block.
+
+In stores of earlier versions marks are empty. These are continued all the same; such a mark only
+says that its block is done. The `zarr.json` of newer ones has `marks: "crc32c"`, and there a mark
+must match.
 
 The marks lie in `.curvax/done` of the array; of the first array, if there are several, because
 Zarr warns of directories in a group that are not arrays.
@@ -65,6 +72,9 @@ __all__ = [
 
 FORMAT = 2
 
+MARKS = "crc32c"
+"""What a mark holds besides the index of its block, as the `zarr.json` at the root says."""
+
 
 @dataclass(frozen=True)
 class ArraySpec:
@@ -98,7 +108,7 @@ def metadata_of(
         {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype)} for spec in specs
     ]
     shared = {"axis": axis, "length": length, "fingerprint": fingerprint}
-    return {"format": FORMAT, "arrays": arrays, **shared}
+    return {"format": FORMAT, "marks": MARKS, "arrays": arrays, **shared}
 
 
 def recorded_in(path: Path) -> dict[str, Any]:
@@ -274,7 +284,8 @@ class BlockStore:
             where: the function to name in errors.
             resume: continue a store of the same computation; otherwise it is replaced.
             verify: read all blocks that are done, and check their checksums. Otherwise it is only
-                checked that their chunks are there and have the right size.
+                checked that their chunks are there, have the right size, and end with the checksum
+                that the mark of the block has.
 
         Warns:
             DamagedStoreWarning: blocks that were done are not as they were written. They are to do
@@ -396,44 +407,54 @@ class BlockStore:
                     f"block {index} of array {spec.name!r} must be {spec.dtype}{list(shape)}, got "
                     f"{block.dtype}{list(block.shape)}"
                 )
-        for array, name, block in zip(self._open("r+"), self._names(), blocks, strict=True):
+        arrays = zip(self._open("r+"), self.specs, self._names(), blocks, strict=True)
+        for array, spec, name, block in arrays:
             if block.size:
                 array[self._key(index)] = block
-                self._flush_chunk(self.path / name, self._chunk(array, name, index))
-        marks = self._marks()
-        marks.mkdir(parents=True, exist_ok=True)
-        (marks / str(index)).touch()
+                self._flush_chunk(self.path / name, self._chunk(self.path / name, spec, index))
+        mark = self._marks() / str(index)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        partial = mark.with_name(f"{index}.partial")
+        partial.write_bytes(self._mark(index))
+        partial.replace(mark)
 
     def damaged(self, verify: bool) -> list[int]:
         """Return the blocks that are done, but not as they were written.
 
         Args:
             verify: read them and check their checksums, one block at a time; otherwise only the
-                sizes of their chunks are looked at.
+                sizes of their chunks are looked at, and the checksums at their ends are compared
+                with the marks.
         """
         undone = set(self.unfinished())
         done = [index for index in range(self.num_blocks) if index not in undone]
-        arrays = list(zip(self._open("r"), self.specs, self._names(), strict=True)) if done else []
-        return [
-            index
-            for index in done
-            if not all(self._is_whole(index, *each, verify) for each in arrays)
+        if not done:
+            return []
+        may_be_empty = recorded_in(self.path).get("marks") != MARKS
+        arrays = [
+            (array, spec)
+            for array, spec in zip(self._open("r"), self.specs, strict=True)
+            if 0 not in spec.shape
         ]
 
-    def _is_whole(self, index: int, array: Any, spec: ArraySpec, name: str, verify: bool) -> bool:
-        """Return whether a block of an array is there, with its size and maybe its checksum."""
-        if 0 in spec.shape:
+        def is_intact(index: int) -> bool:
+            chunks = self._chunks(index)
+            for chunk, (_, spec) in zip(chunks, arrays, strict=True):
+                shape = _with_axis(spec.shape, self.axis, self.block_size)
+                size = math.prod(shape) * spec.dtype.itemsize + _CHECKSUM_BYTES
+                if not chunk.is_file() or chunk.stat().st_size != size:
+                    return False
+            mark = (self._marks() / str(index)).read_bytes()
+            if mark != self._mark(index) and not (may_be_empty and not mark):
+                return False
+            try:
+                for array, _ in arrays if verify else ():
+                    array[self._key(index)]
+            except (ValueError, OSError):  # Zarr's for a wrong checksum; the disk's.
+                return False
             return True
-        chunk = self._chunk(array, name, index)
-        size = math.prod(_with_axis(spec.shape, self.axis, self.block_size)) * spec.dtype.itemsize
-        if not chunk.is_file() or chunk.stat().st_size != size + _CHECKSUM_BYTES:
-            return False
-        try:
-            if verify:
-                array[self._key(index)]
-        except (ValueError, OSError):  # Zarr's for a wrong checksum; the disk's.
-            return False
-        return True
+
+        return [index for index in done if not is_intact(index)]
 
     def _take_back_damaged(self, verify: bool, where: str) -> None:
         """Let damaged blocks be done again."""
@@ -443,8 +464,8 @@ class BlockStore:
         some = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
         warnings.warn(
             f"{where}: {len(damaged)} of the {self.num_blocks} blocks of {self.path} are damaged: "
-            f"chunks are missing, of another size, or fail their checksum (blocks {some}). They "
-            f"are computed again.",
+            f"chunks are missing, of another size, fail their checksum or are those of another "
+            f"block (blocks {some}). They are computed again.",
             DamagedStoreWarning,
             stacklevel=2,
         )
@@ -474,20 +495,34 @@ class BlockStore:
         rows = self.rows(index)
         return rows if self.axis == "first" else (..., rows)
 
-    def _chunk(self, array: Any, name: str, index: int) -> Path:
+    def _chunks(self, index: int) -> list[Path]:
+        """The files of a block, one for each array that has elements."""
+        arrays = zip(self.specs, self._names(), strict=True)
+        return [
+            self._chunk(self.path / name, spec, index)
+            for spec, name in arrays
+            if 0 not in spec.shape
+        ]
+
+    def _chunk(self, array: Path, spec: ArraySpec, index: int) -> Path:
         """The file of a block of an array."""
-        position = _with_axis((0,) * array.ndim, self.axis, index)
-        return self.path / name / array.metadata.encode_chunk_key(position)
+        position = _with_axis((0,) * len(spec.shape), self.axis, index)
+        return array.joinpath("c", *map(str, position))
+
+    def _mark(self, index: int) -> bytes:
+        """What the mark of a block that is on the disk holds: its index and its checksums."""
+        checksums = [_last_bytes(chunk, _CHECKSUM_BYTES).hex() for chunk in self._chunks(index)]
+        return " ".join([str(index), *checksums]).encode()
 
     def _flush_chunk(self, array: Path, chunk: Path) -> None:
         above = [parent for parent in chunk.parents if parent.is_relative_to(array)]
         _flush([chunk, *above])
 
     def _remove_partial_chunks(self) -> None:
-        """Zarr writes a chunk beside its place; a killed process leaves that behind."""
-        for name in self._names():
-            for partial in (self.path / name / "c").rglob("*.partial"):
-                partial.unlink(missing_ok=True)
+        """Remove chunks and marks that a killed process was writing next to their place."""
+        folders = [self._marks(), *(self.path / name / "c" for name in self._names())]
+        for partial in (file for folder in folders for file in folder.rglob("*.partial")):
+            partial.unlink(missing_ok=True)
 
 
 def check_path(out: Any, where: str) -> Path:
@@ -583,6 +618,12 @@ def _flush(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _last_bytes(file: Path, count: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-count, os.SEEK_END)
+        return opened.read()
 
 
 def _with_axis(values: tuple[int, ...], axis: str, value: int) -> tuple[int, ...]:
