@@ -102,14 +102,12 @@ class Kfac:
         kfac-jax compiles its steps by itself and asks not to compile them as a part of something
         else, so there is no public way to its program.
         """
-        from curvax.optimizer.hyperparameters import Given
-
-        algorithm = self.optimizer.finalize(self.params, self.key, self.batch)
+        core = self.optimizer.finalize(self.params, self.key, self.batch)
 
         def step(params: Any, state: Any, key: Any, batch: Any, given: Any) -> Any:
-            return algorithm.step(params, state, key, batch, None, given, has_burnin=False)
+            return core.step(params, state, key, batch, None, **given)
 
-        args = (self.params, self.state, self.key, self.batch, Given(**self.given))
+        args = (self.params, self.state, self.key, self.batch, self.given)
         return jax.jit(step, donate_argnums=(0, 1)).lower(*args)
 
 

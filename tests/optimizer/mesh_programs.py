@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import curvax
 from curvax.curvature.linalg.tasks import Power
-from curvax.optimizer.hyperparameters import Given
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import key
@@ -338,7 +337,7 @@ def _deep_step(sizes, count):
     optimizer = make(jax.value_and_grad(deep), donate_buffers=False, **options)
     args = {"params": params, "state": optimizer.init(params, key(0), batch), "rng": key(1)}
     optimizer.step(*args.values(), batch=batch, **VALUES)
-    return optimizer, {**args, "batch": batch, "func_state": None, "given": Given(**VALUES)}
+    return optimizer, {**args, "batch": batch, "func_state": None, **VALUES}
 
 
 def check_balance():
@@ -364,7 +363,7 @@ def _program(optimizer, args):
     """The text of the compiled step."""
     programs = optimizer._programs
     (step,) = (run for name, run in programs._known.items() if name[0] == "step")
-    args["given"] = args["given"].as_arrays(jnp.float64)
+    args |= {name: jnp.asarray(args[name], jnp.float64) for name in VALUES}
     placed = programs._devices.placed("step", args)
     return step.lower(*placed.values()).compile().as_text()
 

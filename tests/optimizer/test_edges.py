@@ -1,6 +1,8 @@
 """Where users slip, and where numbers run out: each of these was once wrong."""
 
+import ast
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +138,50 @@ def test_arrays_that_were_given_away_are_named():
     optimizer.step(params, state, key(0), batch=make_batch(), **VALUES)
     with pytest.raises(ValueError, match=r"took over their buffers.*donate_buffers=False"):
         optimizer.step(params, state, key(0), batch=make_batch(), **VALUES)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_state_that_is_none_is_told(started):
+    optimizer, params, _ = started
+    message = r"state must be one that init returned, got NoneType.*optimizer\.init\("
+    with pytest.raises(TypeError, match=message):
+        optimizer.fit(params, None, key(0), [make_batch()], 1, progress=False, **VALUES)
+    with pytest.raises(TypeError, match=message):
+        optimizer.step(params, None, key(0), batch=make_batch(), **VALUES)
+    with pytest.raises(TypeError, match=message):
+        optimizer.burnin(1, params, None, key(0), [make_batch()])
+
+
+def recommended(error):
+    """The options of `Optimizer` that an error recommends."""
+    (found,) = re.findall(r"curvax\.Optimizer: auto_register_kwargs=(\{.*?\})", str(error.value))
+    return {"auto_register_kwargs": ast.literal_eval(found)}
+
+
+def test_unused_parameters_can_be_allowed_as_the_error_says():
+    params = {**make_params(), "unused": jnp.ones(2)}
+    with pytest.raises(curvax.RegistrationError, match=r"depends on \['unused'\]") as error:
+        make().init(params, key(0), make_batch())
+    optimizer = make(**recommended(error))
+    state = optimizer.init(params, key(0), make_batch())
+    after, _, _ = optimizer.step(params, state, key(0), batch=make_batch(), **VALUES)
+    assert_same(after["unused"], jnp.ones(2))
+
+
+def test_microbatches_of_examples_that_interact_can_be_allowed_as_the_error_says():
+    def normalised(params, batch):
+        x, y = batch
+        return loss(params, (x - jnp.mean(x @ params["in"]["w"]), y))
+
+    def step(**options):
+        optimizer = make(jax.value_and_grad(normalised), microbatch_size=4, **options)
+        params = make_params()
+        state = optimizer.init(params, key(0), make_batch())
+        return optimizer.step(params, state, key(0), batch=make_batch(), **VALUES)
+
+    with pytest.raises(ValueError, match="examples of a batch interact") as error:
+        step()
+    assert float(step(**recommended(error)).stats["loss"]) > 0
 
 
 def test_a_value_that_is_refused_leaves_the_optimizer_as_it_was():

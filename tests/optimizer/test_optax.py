@@ -120,6 +120,18 @@ def test_gradients_that_are_not_finite_become_zero():
     assert float(after.estimator_state.blocks_states[0].inputs_factor.weight) == 0
 
 
+def test_what_a_restored_state_makes_not_finite_becomes_zero():
+    transformation = curvax.scale_by_kfac(loss, make_batch(), **EXACT)
+    params = make_params()
+    spoil = lambda x: x * jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else x
+    state = transformation.init(params)
+    state = state._replace(estimator_state=jax.tree.map(spoil, state.estimator_state))
+    gradient = jax.grad(loss)(params, make_batch())
+    found, after = transformation.update(gradient, state, params, batch=make_batch())
+    assert_same(found, jax.tree.map(jnp.zeros_like, params))
+    assert int(after.skipped) == 1
+
+
 def test_a_scan_of_updates_and_shapes_for_a_batch():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
     transformation = curvax.kfac(loss, shapes, **VALUES, **EXACT)

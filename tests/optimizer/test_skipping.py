@@ -197,3 +197,52 @@ def test_a_rejected_step_forgets_velocities_that_are_not_finite():
     assert_same(after, params)
     assert int(stats["rejected"]) == 1
     assert all(np.all(x == 0) for x in jax.tree.leaves(state.velocities))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_velocities_that_were_restored_and_are_not_finite_are_forgotten(rule, value):
+    options, values = RULES[rule]
+    optimizer = make(**options, donate_buffers=False)
+    params, state, _ = train(optimizer, 2, **values)
+    velocities = dict(state.velocities, out=dict(state.velocities["out"]))
+    velocities["out"]["w"] = velocities["out"]["w"].at[0, 0].set(value)
+    state = replace(state, velocities=velocities)
+    after, state, stats = optimizer.step(params, state, key(1), batch=make_batch(), **values)
+    assert_same(after, params)
+    assert int(stats["skipped"]) == 1
+    assert all(np.all(x == 0) for x in jax.tree.leaves(state.velocities))
+    after, state, stats = optimizer.step(params, state, key(2), batch=make_batch(), **values)
+    assert int(stats["skipped"]) == 1
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((after, state.velocities)))
+    assert any(np.any(x != 0) for x in jax.tree.leaves(state.velocities))
+
+
+def test_an_update_that_is_not_finite_is_not_taken_though_the_loss_falls():
+    """Infinite weights saturate the hidden units, so that the new loss is finite, and less."""
+    optimizer = make(use_step_rejection=True, donate_buffers=False)
+    params, batch = make_params(), make_batch()
+    params["out"]["w"] = 100 * jnp.ones_like(params["out"]["w"])
+    state = optimizer.init(params, key(0), batch)
+    velocities = jax.tree.map(jnp.zeros_like, params)
+    velocities["in"]["b"] = jnp.asarray([jnp.inf, -jnp.inf] * 3)
+    state = replace(state, velocities=velocities)
+    given = {"learning_rate": 1e-9, "momentum": 0.5, "damping": 0.1}
+    after, state, stats = optimizer.step(params, state, key(1), batch=batch, **given)
+    assert float(stats["new_loss"]) < float(stats["loss"])
+    assert_same(after, params)
+    assert int(stats["rejected"]) == 1
+    assert all(np.all(x == 0) for x in jax.tree.leaves(state.velocities))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_curvature_that_was_restored_and_is_not_finite_changes_no_parameters(rule):
+    options, values = RULES[rule]
+    optimizer = make(**options, donate_buffers=False)
+    params, state, _ = train(optimizer, 2, **values)
+    spoil = lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x
+    state = replace(state, estimator_state=jax.tree.map(spoil, state.estimator_state))
+    after, state, history = train(optimizer, 2, params, state, **values)
+    assert_same(after, params)
+    assert int(history[-1]["skipped"]) == 2
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.velocities))

@@ -207,8 +207,9 @@ def check_separate(at: LossMap, where: str) -> None:
         raise ValueError(
             f"{where}: the examples of a batch interact, by `{operation}` (as with batch "
             f"normalisation in training), so that a batch is not the sum of its microbatches. "
-            f"Leave microbatch_size and memory_budget out. (With curvax.BlockDiagonalCurvature "
-            f"itself, examples_interact=True takes each microbatch for a batch.)"
+            f"Leave microbatch_size and memory_budget out, or say examples_interact=True to take "
+            f"each microbatch for a batch (in curvax.Optimizer: "
+            f"auto_register_kwargs={{'examples_interact': True}})."
         )
 
 
@@ -217,7 +218,7 @@ def by_example(x: Array, length: int, where: str) -> Array:
     if not length or x.shape[0] % length:
         raise ValueError(
             f"{where}: in microbatches each example has as many rows of every loss, but there are "
-            f"{x.shape[0]} rows for {length} examples. Say by batch_index which arguments are the "
-            f"batch."
+            f"{x.shape[0]} rows for {length} examples. Leave microbatch_size and memory_budget "
+            f"out, or, in an estimator, say by batch_index which arguments are the batch."
         )
     return jnp.moveaxis(x.reshape(-1, length, *x.shape[1:]), 1, 0)

@@ -463,5 +463,6 @@ def check_used(registration: Registration, where: str) -> None:
     if unused:
         raise RegistrationError(
             f"{where}: no registered loss depends on {', '.join(unused)}. Register the loss that "
-            f"does, take them out of the parameters, or say allow_unused_params=True."
+            f"does, take them out of the parameters, or say allow_unused_params=True (in "
+            f"curvax.Optimizer: auto_register_kwargs={{'allow_unused_params': True}})."
         )

@@ -1,285 +1,291 @@
-"""From the arguments of the constructor to the parts of the algorithm."""
+"""The configuration of K-FAC: every option, its default and its valid values.
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+Three frozen dataclasses, each of which adds options to the one before: `PreconditionerConfig` has
+those of `scale_by_kfac`, `KFACConfig` those of `kfac`, `OptimizerConfig` those of `Optimizer`,
+where each option is documented. Values are validated once, when a configuration is made.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from curvax import _jax
 from curvax._errors import check_size
-from curvax._types import PyTree
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax._types import Array, Fun, PyTree
+from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
-from curvax.curvature.implicit import ImplicitExactCurvature
-from curvax.curvature.sharded import ShardedCurvature
 from curvax.maps.microbatch import microbatch
-from curvax.optimizer.devices import check_mesh, num_devices
-from curvax.optimizer.hyperparameters import LevenbergMarquardt, Options, Rules, rule_of
-from curvax.optimizer.preconditioner import L2, Preconditioner, Schedules
-from curvax.optimizer.step import Algorithm
-from curvax.optimizer.value_function import ValueFunction
+from curvax.optimizer.devices import axis_of, check_mesh, num_devices
+from curvax.optimizer.hyperparameters import ADAPTIVE, Hyperparameter, Schedule
 
-__all__ = ["Settings", "algorithm_of", "check_arguments", "settings_of"]
+__all__ = ["KFACConfig", "Number", "OptimizerConfig", "PreconditionerConfig"]
 
 
-# Arguments of the constructor, checked: each by itself, and one against the other.
-
+Number = float | int | Array
 _WHERE = "curvax.Optimizer"
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """The arguments of the constructor, by name, make sense on their own and together."""
-    for name in _COUNTS:
-        if check_size(name, given[name], _WHERE) is None:
-            raise TypeError(f"{_WHERE}: {name} must be a Python integer, got None.")
-    for name, (is_right, expected) in _NUMBERS.items():
-        _check_number(name, given[name], is_right, expected)
-    for name in _FUNCTIONS:
-        if not (callable(given[name]) or (given[name] is None and name in _OPTIONAL)):
+# Metadata of fields: a check of the value of an option, which is told its name.
+
+Metadata = dict[str, Callable[[str, Any], None]]
+
+
+def _number(
+    is_valid: Callable[[Any], bool], expected: str, *, is_optional: bool = False
+) -> Metadata:
+    def check(name: str, value: Any) -> None:
+        if (value is None and is_optional) or _jax.is_tracer(value):
+            return
+        is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+        if not is_number or np.ndim(value) or isinstance(value, bool):
+            raise TypeError(f"{_WHERE}: {name} must be a number, got {value!r}.")
+        if not is_valid(value):
+            raise ValueError(f"{_WHERE}: {name} must be {expected}, got {value}.")
+
+    return {"check": check}
+
+
+def _positive_integer(name: str, value: Any) -> None:
+    if check_size(name, value, _WHERE) is None:
+        raise TypeError(f"{_WHERE}: {name} must be a Python integer, got None.")
+
+
+def _function(hint: str = "", *, is_optional: bool = False) -> Metadata:
+    def check(name: str, value: Any) -> None:
+        if not (callable(value) or (value is None and is_optional)):
             raise TypeError(
-                f"{_WHERE}: {name} must be a function, got {type(given[name]).__name__} "
-                f"{given[name]!r}.{_HINTS.get(name, '')}"
+                f"{_WHERE}: {name} must be a function, got {type(value).__name__} {value!r}.{hint}"
             )
-    for name in _SEQUENCES:
-        if isinstance(given[name], str):
-            raise TypeError(
-                f"{_WHERE}: {name} must be a sequence of strings, got the string {given[name]!r}. "
-                f"Write ({given[name]!r},)."
+
+    return {"check": check}
+
+
+def _schedule(name: str) -> Metadata:
+    return _function(f" For a constant, give {name} to step.", is_optional=True)
+
+
+def _strings(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise TypeError(
+            f"{_WHERE}: {name} must be a sequence of strings, got the string {value!r}. "
+            f"Write ({value!r},)."
+        )
+
+
+_ANY = _number(lambda x: x == x, "a number")
+_POSITIVE = _number(lambda x: x > 0, "positive")
+_POSITIVE_OR_NONE = _number(lambda x: x > 0, "positive", is_optional=True)
+_NOT_NEGATIVE = _number(lambda x: x >= 0, "zero or more")
+_COUNT: Metadata = {"check": _positive_integer}
+_STRINGS: Metadata = {"check": _strings}
+_FUNCTION_OR_NONE = _function(is_optional=True)
+
+
+def _require(is_valid: bool | Array, otherwise: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{_WHERE}: {otherwise}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreconditionerConfig:
+    """Options of the curvature estimate and of its inverse."""
+
+    l2_reg: Number = field(default=0.0, metadata=_NOT_NEGATIVE)
+    estimation_mode: str = "fisher_gradients"
+    curvature_ema: Number = field(
+        default=0.95, metadata=_number(lambda x: 0 <= x <= 1, "between zero and one")
+    )
+    curvature_update_period: int = field(default=1, metadata=_COUNT)
+    inverse_update_period: int = field(default=5, metadata=_COUNT)
+    stagger_inverses: bool = False
+    use_exact_inverses: bool = False
+    precon_power: float | int = field(default=-1, metadata=_ANY)
+    num_estimator_samples: int = field(default=1, metadata=_COUNT)
+    register_only_generic: bool = False
+    strict_registration: bool = False
+    patterns_to_skip: Sequence[str] = field(default=(), metadata=_STRINGS)
+    auto_register_kwargs: Mapping[str, Any] | None = None
+    layer_tag_to_block_ctor: Mapping[str, Any] | None = None
+    regularized_parameters_path_exclusions: Sequence[str] = field(default=(), metadata=_STRINGS)
+    batch_size_extractor: Callable[[PyTree], Any] = field(
+        default=default_batch_size_extractor, metadata=_function()
+    )
+    distributed_precon_apply: bool = True
+    distributed_inverses: bool = True
+    microbatch_size: int | None = None
+    memory_budget: int | float | str | None = None
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if "check" in option.metadata:
+                option.metadata["check"](option.name, getattr(self, option.name))
+        check_mode(self.estimation_mode)
+        _require(
+            self.microbatch_size is None or self.memory_budget is None,
+            f"microbatch_size={self.microbatch_size} and memory_budget={self.memory_budget!r} say "
+            f"the same thing; give one of them.",
+        )
+        microbatch(len, 0, **self.sizes)  # Raises for a wrong size or budget.
+        _require(
+            not (self.register_only_generic and self.strict_registration),
+            "register_only_generic=True and strict_registration=True contradict each other: "
+            "generic parameters are in no layer of a known kind.",
+        )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The options that bound the size of microbatches, by name."""
+        return {"microbatch_size": self.microbatch_size, "memory_budget": self.memory_budget}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KFACConfig(PreconditionerConfig):
+    """Options of the update rule, besides those of the preconditioner."""
+
+    use_adaptive_learning_rate: bool = False
+    learning_rate_schedule: Schedule | None = field(
+        default=None, metadata=_schedule("learning_rate")
+    )
+    use_adaptive_momentum: bool = False
+    momentum_schedule: Schedule | None = field(default=None, metadata=_schedule("momentum"))
+    use_adaptive_damping: bool = False
+    damping_schedule: Schedule | None = field(default=None, metadata=_schedule("damping"))
+    initial_damping: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
+    min_damping: Number = field(default=1e-8, metadata=_NOT_NEGATIVE)
+    max_damping: Number = field(default=float("inf"), metadata=_POSITIVE)
+    include_damping_in_quad_change: bool = False
+    damping_adaptation_interval: int = field(default=5, metadata=_COUNT)
+    damping_adaptation_decay: Number = field(
+        default=0.9, metadata=_number(lambda x: 0 < x <= 1, "above zero and at most one")
+    )
+    damping_lower_threshold: Number = field(default=0.25, metadata=_ANY)
+    damping_upper_threshold: Number = field(default=0.75, metadata=_ANY)
+    always_use_exact_qmodel_for_damping_adjustment: bool = False
+    norm_constraint: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
+    use_step_rejection: bool = False
+    reject_damping_increase_factor: Number = field(
+        default=2.0, metadata=_number(lambda x: x >= 1, "at least one")
+    )
+    num_burnin_steps: int = field(
+        default=10,
+        metadata=_number(
+            lambda x: isinstance(x, int) and x >= 0,
+            "a number of steps, an integer of zero or more",
+        ),
+    )
+    batch_process_func: Callable[[PyTree], PyTree] | None = field(
+        default=None, metadata=_FUNCTION_OR_NONE
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high, initial = self.min_damping, self.max_damping, self.initial_damping
+        lower, upper = self.damping_lower_threshold, self.damping_upper_threshold
+        for name in ("learning_rate", "momentum", "damping"):
+            _require(
+                not getattr(self, f"use_adaptive_{name}")
+                or getattr(self, f"{name}_schedule") is None,
+                f"use_adaptive_{name}=True and {name}_schedule contradict each other; give one of "
+                f"them.",
             )
-    for is_wrong, message in _CONTRADICTIONS:
-        if is_wrong(given):
-            raise ValueError(f"{_WHERE}: {message.format(**given)}")
-    check_mode(given["estimation_mode"])
-    check_mesh(given["mesh"], given["pmap_axis_name"])
-    sizes = {name: given[name] for name in ("microbatch_size", "memory_budget")}
-    microbatch(len, 0, **sizes)  # A wrong size or budget is an error here.
+        _require(
+            self.norm_constraint is None or not self.use_adaptive_learning_rate,
+            f"norm_constraint={self.norm_constraint} and use_adaptive_learning_rate=True "
+            f"contradict each other: an adaptive learning rate decides itself how long a step is. "
+            f"Give one of them.",
+        )
+        _require(
+            not self.use_adaptive_damping or initial is not None,
+            "use_adaptive_damping=True needs initial_damping, where it begins.",
+        )
+        _require(
+            self.use_adaptive_damping or initial is None,
+            f"initial_damping={initial} is where an adaptive damping begins, but "
+            f"use_adaptive_damping=False. Say use_adaptive_damping=True, or give damping to step.",
+        )
+        _require(low <= high, f"min_damping={low} is larger than max_damping={high}.")
+        _require(
+            lower <= upper,
+            f"damping_lower_threshold={lower} is larger than damping_upper_threshold={upper}.",
+        )
+        _require(
+            initial is None or low <= initial <= high,
+            f"initial_damping={initial} is not between min_damping={low} and max_damping={high}.",
+        )
+
+    @property
+    def learning_rate(self) -> Hyperparameter:
+        """Where the learning rate comes from."""
+        return ADAPTIVE if self.use_adaptive_learning_rate else self.learning_rate_schedule
+
+    @property
+    def momentum(self) -> Hyperparameter:
+        """Where the momentum comes from."""
+        return ADAPTIVE if self.use_adaptive_momentum else self.momentum_schedule
+
+    @property
+    def damping(self) -> Hyperparameter:
+        """Where the damping comes from."""
+        return ADAPTIVE if self.use_adaptive_damping else self.damping_schedule
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether a step depends on the loss, and not on its gradient alone."""
+        return self.use_adaptive_damping or self.use_step_rejection
 
 
-def _check_number(name: str, value: Any, is_right: Any, expected: str) -> None:
-    if (value is None and name in _OPTIONAL) or _jax.is_tracer(value):
-        return
-    is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
-    if not is_number or np.ndim(value) or isinstance(value, bool):
-        raise TypeError(f"{_WHERE}: {name} must be a number, got {value!r}.")
-    if not is_right(value):
-        raise ValueError(f"{_WHERE}: {name} must be {expected}, got {value}.")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerConfig(KFACConfig):
+    """Options of the function, of devices, compilation and statistics, besides those of K-FAC."""
 
-
-def _is_fraction(budget: Any) -> bool:
-    return isinstance(budget, float) or (isinstance(budget, str) and "%" in budget)
-
-
-_COUNTS = (
-    "inverse_update_period",
-    "curvature_update_period",
-    "damping_adaptation_interval",
-    "num_estimator_samples",
-)
-
-_NUMBERS: dict[str, Any] = {
-    "l2_reg": (lambda x: x >= 0, "zero or more"),
-    "initial_damping": (lambda x: x > 0, "positive"),
-    "min_damping": (lambda x: x >= 0, "zero or more"),
-    "damping_adaptation_decay": (lambda x: 0 < x <= 1, "above zero and at most one"),
-    "norm_constraint": (lambda x: x > 0, "positive"),
-    "max_damping": (lambda x: x > 0, "positive"),
-    "damping_lower_threshold": (lambda x: x == x, "a number"),
-    "damping_upper_threshold": (lambda x: x == x, "a number"),
-    "precon_power": (lambda x: x == x, "a number"),
-    "num_burnin_steps": (
-        lambda x: isinstance(x, int) and x >= 0,
-        "a number of steps, an integer of zero or more",
-    ),
-    "curvature_ema": (lambda x: 0 <= x <= 1, "between zero and one"),
-    "reject_damping_increase_factor": (lambda x: x >= 1, "at least one"),
-}
-
-_OPTIONAL = {
-    "initial_damping",
-    "norm_constraint",
-    "learning_rate_schedule",
-    "momentum_schedule",
-    "damping_schedule",
-    "batch_process_func",
-    "value_func_for_estimator",
-}
-"""What may be None."""
-
-_FUNCTIONS = (
-    "value_and_grad_func",
-    "learning_rate_schedule",
-    "momentum_schedule",
-    "damping_schedule",
-    "batch_process_func",
-    "batch_size_extractor",
-    "value_func_for_estimator",
-)
-
-_HINTS = {
-    "value_and_grad_func": " Give jax.value_and_grad(loss), for example.",
-    "learning_rate_schedule": " For a constant, give learning_rate to step.",
-    "momentum_schedule": " For a constant, give momentum to step.",
-    "damping_schedule": " For a constant, give damping to step.",
-}
-
-_SEQUENCES = (
-    "patterns_to_skip",
-    "modifiable_attribute_exceptions",
-    "regularized_parameters_path_exclusions",
-)
-
-_CONTRADICTIONS: tuple[Any, ...] = (
-    (
-        lambda g: g["shard_state"] and not g["multi_device"] and g["mesh"] is None,
-        "shard_state=True splits the state among devices, but multi_device=False and mesh=None. "
-        "Give one of them.",
-    ),
-    (
-        lambda g: g["norm_constraint"] is not None and g["use_adaptive_learning_rate"],
-        "norm_constraint={norm_constraint} and use_adaptive_learning_rate=True contradict each "
-        "other: an adaptive learning rate decides itself how long a step is. Give one of them.",
-    ),
-    (
-        lambda g: g["use_adaptive_damping"] and g["initial_damping"] is None,
-        "use_adaptive_damping=True needs initial_damping, where it begins.",
-    ),
-    (
-        lambda g: not g["use_adaptive_damping"] and g["initial_damping"] is not None,
-        "initial_damping={initial_damping} is where an adaptive damping begins, but "
-        "use_adaptive_damping=False. Say use_adaptive_damping=True, or give damping to step.",
-    ),
-    (
-        lambda g: g["min_damping"] > g["max_damping"],
-        "min_damping={min_damping} is larger than max_damping={max_damping}.",
-    ),
-    (
-        lambda g: g["damping_lower_threshold"] > g["damping_upper_threshold"],
-        "damping_lower_threshold={damping_lower_threshold} is larger than "
-        "damping_upper_threshold={damping_upper_threshold}.",
-    ),
-    (
-        lambda g: (
-            g["initial_damping"] is not None
-            and not g["min_damping"] <= g["initial_damping"] <= g["max_damping"]
-        ),
-        "initial_damping={initial_damping} is not between min_damping={min_damping} and "
-        "max_damping={max_damping}.",
-    ),
-    (
-        lambda g: g["microbatch_size"] is not None and g["memory_budget"] is not None,
-        "microbatch_size={microbatch_size} and memory_budget={memory_budget!r} say the same thing; "
-        "give one of them.",
-    ),
-    (
-        lambda g: (
-            _is_fraction(g["memory_budget"])
-            and (g["multi_device"] or g["mesh"] is not None)
-            and jax.process_count() > 1
-        ),
-        "memory_budget={memory_budget!r} is a share of what a process has, which may differ "
-        "between processes, but all must run the same program. Give bytes, such as '2GiB'.",
-    ),
-    (
-        lambda g: g["register_only_generic"] and g["strict_registration"],
-        "register_only_generic=True and strict_registration=True contradict each other: generic "
-        "parameters are in no layer of a known kind.",
-    ),
-)
-
-
-class Settings(NamedTuple):
-    """The parts that do not depend on what the function is given."""
-
-    function: ValueFunction
-    rules: Rules
-    adaptation: LevenbergMarquardt
-    l2: L2
-    schedules: Schedules
-    options: Options
-
-
-def settings_of(given: Mapping[str, Any]) -> Settings:
-    """The arguments of the constructor, by name, checked and put together."""
-    check_arguments(given)
-    named = lambda name: rule_of(name, given[f"use_adaptive_{name}"], given[f"{name}_schedule"])
-    return Settings(
-        function=ValueFunction(
-            given["value_and_grad_func"],
-            given["value_func_has_aux"],
-            given["value_func_has_state"],
-            given["value_func_has_rng"],
-            given["microbatch_size"],
-            given["memory_budget"],
-        ),
-        rules=Rules(named("learning_rate"), named("momentum"), named("damping")),
-        adaptation=LevenbergMarquardt(
-            given["initial_damping"],
-            given["min_damping"],
-            given["max_damping"],
-            given["damping_adaptation_interval"],
-            given["damping_adaptation_decay"],
-            given["damping_lower_threshold"],
-            given["damping_upper_threshold"],
-        ),
-        l2=L2(given["l2_reg"], tuple(given["regularized_parameters_path_exclusions"])),
-        schedules=Schedules(
-            given["curvature_ema"],
-            given["curvature_update_period"],
-            given["inverse_update_period"],
-            given["stagger_inverses"],
-        ),
-        options=Options(
-            given["norm_constraint"],
-            given["include_damping_in_quad_change"],
-            given["always_use_exact_qmodel_for_damping_adjustment"],
-            given["use_step_rejection"],
-            given["reject_damping_increase_factor"],
-            given["include_norms_in_stats"],
-            given["include_per_param_norms_in_stats"],
-            given["include_registered_loss_in_stats"],
-        ),
+    value_and_grad_func: Fun = field(
+        metadata=_function(" Give jax.value_and_grad(loss), for example.")
     )
+    value_func_has_aux: bool = False
+    value_func_has_state: bool = False
+    value_func_has_rng: bool = False
+    value_func_for_estimator: Fun | None = field(default=None, metadata=_FUNCTION_OR_NONE)
+    multi_device: bool = False
+    mesh: Mesh | None = None
+    pmap_axis_name: str = "kfac_axis"
+    shard_state: bool = False
+    debug: bool = False
+    donate_buffers: bool = True
+    forbid_setting_attributes_after_finalize: bool = True
+    modifiable_attribute_exceptions: Sequence[str] = field(default=(), metadata=_STRINGS)
+    include_norms_in_stats: bool = False
+    include_per_param_norms_in_stats: bool = False
+    include_registered_loss_in_stats: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_devices = self.multi_device or self.mesh is not None
+        _require(
+            has_devices or not self.shard_state,
+            "shard_state=True splits the state among devices, but multi_device=False and "
+            "mesh=None. Give one of them.",
+        )
+        budget = self.memory_budget
+        is_fraction = isinstance(budget, float) or (isinstance(budget, str) and "%" in budget)
+        _require(
+            not (is_fraction and has_devices and jax.process_count() > 1),
+            f"memory_budget={budget!r} is a share of what a process has, which may differ between "
+            f"processes, but all must run the same program. Give bytes, such as '2GiB'.",
+        )
+        check_mesh(self.mesh, self.pmap_axis_name)
 
-def algorithm_of(
-    given: Mapping[str, Any], settings: Settings, func_args: Sequence[PyTree], axis: str | None
-) -> Algorithm:
-    """The whole, for a function of such arguments; the last of these is the batch."""
-    func = settings.function.for_estimator(given["value_func_for_estimator"], func_args)
-    sizes = {name: given[name] for name in ("microbatch_size", "memory_budget")}
-    batch = {"batch_index": len(func_args) - 1}
-    kind: Any = BlockDiagonalCurvature
-    if given["shard_state"] and axis is not None:
-        count = num_devices(given["mesh"], axis)
-        kind = functools.partial(ShardedCurvature, num_devices=count, axis_name=axis)
-    estimator = kind(
-        func,
-        0,
-        given["estimation_mode"],
-        given["layer_tag_to_block_ctor"],
-        distributed_multiplies=given["distributed_precon_apply"],
-        distributed_cache_updates=given["distributed_inverses"],
-        **sizes,
-        **batch,
-        num_samples=given["num_estimator_samples"],
-        register_only_generic=given["register_only_generic"],
-        patterns_to_skip=given["patterns_to_skip"],
-        strict=given["strict_registration"],
-        **dict(given["auto_register_kwargs"] or {}),
-    )
-    estimator.finalize(func_args)
-    extractor = given["batch_size_extractor"]
-    power, is_exact = given["precon_power"], given["use_exact_inverses"]
-    return Algorithm(
-        settings.function,
-        Preconditioner(estimator, settings.l2, settings.schedules, power, is_exact, axis),
-        ImplicitExactCurvature(func, 0, extractor, **batch, **sizes),
-        extractor,
-        settings.rules,
-        settings.adaptation,
-        settings.options,
-        given["num_burnin_steps"],
-        axis,
-    )
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis along which batches are sharded; None on one device."""
+        has_axis = (self.multi_device or self.mesh is not None) and not self.debug
+        return axis_of(self.mesh, self.pmap_axis_name) if has_axis else None
+
+    @property
+    def num_shards(self) -> int | None:
+        """The number of devices among which the state is sharded; None if it is replicated."""
+        axis = self.axis_name
+        return num_devices(self.mesh, axis) if self.shard_state and axis is not None else None

@@ -1,4 +1,4 @@
-"""Training: steps in a loop that shows how far it is, and that can be stopped."""
+"""Training: a loop of steps with a progress bar, which Ctrl-C stops between steps."""
 
 import signal
 import threading
@@ -12,6 +12,7 @@ import jax
 from tqdm.auto import tqdm
 
 from curvax._types import Array, PyTree
+from curvax.optimizer.state import StepResult, StepResultWithFuncState, step_result
 
 __all__ = ["Callback", "NoMoreBatches", "fit"]
 
@@ -21,7 +22,7 @@ class NoMoreBatches(ValueError):
 
 
 Callback = Callable[[PyTree, Any, dict[str, Any]], Any]
-"""Called after a step with parameters, state and statistics; True ends the training."""
+"""Called after a step with parameters, state and statistics; a truthy result stops."""
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
@@ -34,16 +35,16 @@ def fit(
     callback: Callback | None,
     progress: bool,
     has_state: bool,
-) -> tuple[Any, ...]:
-    """Call `step` so many times; see `Optimizer.fit`.
+) -> StepResult | StepResultWithFuncState:
+    """Call `step` a number of times; see `Optimizer.fit`.
 
-    An interrupt must not come between the donation of buffers and what replaces them. So while
-    this runs, the first Ctrl-C only asks to stop.
+    An interrupt must not come between the donation of buffers and the result that replaces them.
+    So while this runs, the first Ctrl-C only asks to stop.
     """
     params, state, func_state = carried
     batches = iter(data_iterator)
     stats: dict[str, Any] = {}
-    returned = lambda: (params, state, *((func_state,) if has_state else ()), stats)
+    reached = lambda: step_result(params, state, func_state, stats, has_func_state=has_state)
     with _Interrupts() as interrupts, _Bar(num_steps, progress) as bar:
         for number in range(num_steps):
             key = jax.random.fold_in(rng, state.step_counter)
@@ -62,18 +63,18 @@ def fit(
                 )
                 break
             except Exception as error:
-                # What the caller had is gone, as its buffers were used.
-                error.reached = returned()  # pyright: ignore[reportAttributeAccessIssue]
+                # The caller's own arrays were donated.
+                error.reached = reached()  # pyright: ignore[reportAttributeAccessIssue]
                 raise
             if interrupts.asked or (wants_end is not None and bool(wants_end)):
                 break
-    return returned()
+    return reached()
 
 
 class _Bar:
     """A progress bar with the loss, the damping and the time of a step.
 
-    To show numbers is to wait for them, so it is not done in each step.
+    To show numbers is to wait for them, so it is not done in every step.
     """
 
     def __init__(self, total: int, is_shown: bool) -> None:
@@ -87,7 +88,7 @@ class _Bar:
         self._bar.close()
 
     def show(self, stats: dict[str, Any]) -> None:
-        """One more step was done."""
+        """Advance by one step."""
         if self._bar.disable:
             return
         self._bar.update()

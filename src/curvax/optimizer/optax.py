@@ -1,27 +1,28 @@
 """K-FAC as gradient transformations of optax: pure functions, to be chained with others.
 
 Parameters that `optax.masked` hides are not parameters for K-FAC either. The loss still depends on
-them, so they are passed beside the others, as the state of the function.
+them, so they are passed as an argument of their own.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from curvax import _jax
 from curvax._cpu import all_finite
-from curvax._types import Array, Fun, PyTree
-from curvax.optimizer.hyperparameters import Given, Schedule
-from curvax.optimizer.optimizer import Optimizer
+from curvax._types import Fun, PyTree
+from curvax.optimizer.config import KFACConfig, Number, OptimizerConfig, PreconditionerConfig
+from curvax.optimizer.devices import without_places
+from curvax.optimizer.hyperparameters import Schedule
+from curvax.optimizer.preconditioner import Preconditioner
 from curvax.optimizer.state import OptimizerState, number_type, selected
-from curvax.optimizer.step import Algorithm
-from curvax.optimizer.value_function import Evaluation
+from curvax.optimizer.step import KFAC
+from curvax.optimizer.value_function import Evaluation, ValueFunction
 
 __all__ = ["KFACState", "ScaleByKFACState", "kfac", "scale_by_kfac"]
-
-
-Number = float | int | Array
 
 
 class KFACState(NamedTuple):
@@ -35,11 +36,11 @@ class ScaleByKFACState(NamedTuple):
     """The state of `scale_by_kfac`.
 
     Attributes:
-        estimator_state: the state of the curvature estimator.
-        step_counter: the number of steps so far.
-        skipped: in how many of them the gradient was not finite.
-        is_stale: whether the next step computes curvature and inverses, whatever their periods.
-        rng: the data of a random key.
+        estimator_state: The state of the curvature estimator.
+        step_counter: The number of steps so far.
+        skipped: The number of steps whose gradient, before or after, was not finite.
+        is_stale: Whether the next step computes curvature and inverses whatever their periods.
+        rng: The data of a random key.
     """
 
     estimator_state: Any
@@ -61,7 +62,7 @@ def kfac(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """The K-FAC optimizer, as a gradient transformation of optax.
+    """Return the K-FAC optimizer as a gradient transformation of optax.
 
     Equal to `Optimizer(jax.value_and_grad(loss_fn), …)`, except that the caller computes the
     gradient and applies the update:
@@ -70,22 +71,22 @@ def kfac(
         updates, state = transformation.update(gradient, state, params, batch=batch)
         params = optax.apply_updates(params, updates)
 
-    It is pure, and works inside of `jax.jit`, `jax.lax.scan` and `jax.shard_map`. A caller that
-    knows the loss may give it to `update` as `value=`.
+    It is pure, and works inside `jax.jit`, `jax.lax.scan` and `jax.shard_map`. A caller that knows
+    the loss may give it to `update` as `value=`.
 
     Arguments:
-        loss_fn: a function of the parameters and a batch, which registers a loss and returns the
+        loss_fn: A function of the parameters and a batch, which registers a loss and returns the
             mean over the batch.
-        example_batch: a batch, or the shapes of one, to trace the function with.
-        learning_rate: a number, or a function of the step. None if it is adaptive.
-        momentum: likewise.
-        damping: likewise.
-        example_params: all parameters, for `optax.masked(kfac(…), mask)`. Then `update` is given
+        example_batch: A batch, or the shapes of one, to trace the function with.
+        learning_rate: A number, or a function of the step. None if it is adaptive.
+        momentum: A number, or a function of the step. None if it is adaptive.
+        damping: A number, or a function of the step. None if it is adaptive.
+        example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` is given
             all of them, too, as `full_params=`.
-        axis_name: the name of an axis of devices, if `update` is called inside of a `shard_map`
-            that splits the batch along it. The gradient that it is given is that of all devices.
-        seed: for what is drawn at random.
-        options: further arguments of `Optimizer`: `l2_reg` (zero by default), `estimation_mode`,
+        axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
+            batch along it. The gradient that it is given is averaged over that axis.
+        seed: Seed of the random numbers of estimates that sample.
+        options: Further arguments of `Optimizer`: `l2_reg` (zero by default), `estimation_mode`,
             `norm_constraint`, periods, `use_adaptive_learning_rate` and so on. There is no burn-in
             by default.
 
@@ -93,29 +94,29 @@ def kfac(
         An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ImportError: if optax is not installed.
-        ValueError: as `Optimizer`.
+        ImportError: If optax is not installed.
+        TypeError: If an option is not one of a gradient transformation.
+        ValueError: If options contradict each other.
     """
-    optax = _optax("curvax.kfac")
-    rules = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
-    for name, value in rules.items():
-        if value is not None and not options.get(f"use_adaptive_{name}"):
-            options[f"{name}_schedule"] = value if callable(value) else _constant(value)
-        elif not options.get(f"use_adaptive_{name}"):
-            raise ValueError(f"curvax.kfac: give {name}, or use_adaptive_{name}=True.")
-    if learning_rate is not None and options.get("use_adaptive_learning_rate"):
-        raise ValueError(
-            "curvax.kfac: learning_rate and use_adaptive_learning_rate=True contradict each other; "
-            "give one of them."
-        )
-    _check_options(options, _NOT_OF_OPTAX, "curvax.kfac")
-    problem = _Problem(loss_fn, example_batch, example_params, axis_name, options, "curvax.kfac")
+    where = "curvax.kfac"
+    optax = _optax(where)
+    values = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
+    config = _kfac_config(values, options, where)
+    is_given = lambda name: getattr(config, name) is None
+    given = {name: value for name, value in values.items() if is_given(name)}
+
+    def build(value_and_grad: Fun, func_args: Sequence[PyTree]) -> KFAC:
+        function = ValueFunction(value_and_grad, False, False, False, **config.sizes)
+        return KFAC.for_function(config, function, func_args, axis=axis_name)
+
+    processed = config.batch_process_func or (lambda batch: batch)
+    loss = _MaskedLoss(loss_fn, example_batch, processed, axis_name, build, where)
 
     def init(params: PyTree) -> KFACState:
         rng, own = jax.random.split(jax.random.key(seed))
-        frozen = problem.frozen(params, example_params)
-        batch = problem.processed(example_batch)
-        state = problem.algorithm(params, frozen, own).init(params, own, batch, frozen)
+        func_args = loss.arguments(params, example_params, example_batch)
+        own, _ = jax.random.split(own)
+        state = loss.traced(func_args).initial_state(func_args, own)
         return KFACState(state, jax.random.key_data(rng))
 
     def update(
@@ -130,17 +131,19 @@ def kfac(
     ) -> tuple[PyTree, KFACState]:
         del extra
         rng, own = jax.random.split(jax.random.wrap_key_data(state.rng))
-        frozen = problem.frozen(params, full_params)
-        algorithm = problem.algorithm(params, frozen, own)
-        batch = problem.processed(batch)
-        func_args = problem.arguments(params, frozen, batch)
-        before = algorithm.burnt_in(params, state.optimizer, own, batch, frozen)
-        if value is None and algorithm.needs_loss:
-            value = algorithm.loss(func_args)
-        loss = jnp.asarray(0.0 if value is None else value, number_type(updates))
-        found = Evaluation(loss, None, None, updates)
-        size = algorithm.batch_size_extractor(batch)
-        change, after, _ = algorithm.advance(before, found, func_args, size, own, Given())
+        func_args = loss.arguments(params, full_params, batch)
+        core = loss.traced(func_args)
+
+        def burnin(state: OptimizerState, key: Any) -> OptimizerState:
+            return core.update_curvature(state, func_args, jax.random.split(key)[0])
+
+        before = core.burn_in(burnin, state.optimizer, own)
+        if value is None and config.needs_loss:
+            value = core.loss(func_args)
+        found = jnp.asarray(0.0 if value is None else value, number_type(updates))
+        evaluation = Evaluation(found, None, None, updates)
+        hyperparameters = core.hyperparameters(before, **given)
+        change, after, _ = core.update(before, evaluation, func_args, own, hyperparameters)
         return change, KFACState(after, jax.random.key_data(rng))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -159,9 +162,9 @@ def scale_by_kfac(
     """Precondition gradients by K-FAC, and nothing else: to be chained with what optax has.
 
     Equal to the product of the gradient and the inverse of
-    `curvature + (damping + l2_reg) * identity`, where the curvature is that of all batches so far,
-    averaged with weights that fall exponentially. A gradient that is not finite becomes zero, and
-    its batch is not part of the average.
+    `curvature + (damping + l2_reg) * identity`, where the curvature is an exponential moving
+    average over batches. A gradient that is not finite becomes zero, and its batch is not part of
+    the average; so does one that is not finite once it is preconditioned.
 
         transformation = optax.chain(
             optax.clip_by_global_norm(1.0),
@@ -173,40 +176,43 @@ def scale_by_kfac(
         updates, state = transformation.update(gradient, state, params, batch=batch)
 
     Arguments:
-        loss_fn: as in `kfac`.
-        example_batch: as in `kfac`.
-        damping: a number, or a function of the step.
-        example_params: as in `kfac`.
-        axis_name: as in `kfac`.
-        seed: as in `kfac`.
-        options: as in `kfac`, those that are about the curvature and its inverse: `l2_reg`,
-            `estimation_mode`, `curvature_ema`, `curvature_update_period`, `inverse_update_period`,
-            `use_exact_inverses`, `precon_power`, `stagger_inverses`, and so on.
+        loss_fn: A function of the parameters and a batch, which registers a loss and returns the
+            mean over the batch.
+        example_batch: A batch, or the shapes of one, to trace the function with.
+        damping: A number, or a function of the step.
+        example_params: All parameters, for `optax.masked(scale_by_kfac(…), mask)`. Then `update` is
+            given all of them, too, as `full_params=`.
+        axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
+            batch along it. The gradient that it is given is averaged over that axis.
+        seed: Seed of the random numbers of estimates that sample.
+        options: Those arguments of `Optimizer` that are about the curvature and its inverse:
+            `l2_reg` (zero by default), `estimation_mode`, `curvature_ema`,
+            `curvature_update_period`, `inverse_update_period`, `use_exact_inverses`,
+            `precon_power`, `stagger_inverses`, and so on.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ImportError: if optax is not installed.
-        TypeError: if an option is not about the curvature.
-        ValueError: as `Optimizer`.
+        ImportError: If optax is not installed.
+        TypeError: If an option is not about the curvature.
+        ValueError: If options contradict each other.
     """
     where = "curvax.scale_by_kfac"
     optax = _optax(where)
-    wrong = sorted(set(options) - _OF_CURVATURE)
-    if wrong:
-        raise TypeError(
-            f"{where}: not about the curvature: {', '.join(wrong)}. Chain other transformations "
-            f"for that, or use curvax.kfac. The options are {', '.join(sorted(_OF_CURVATURE))}."
-        )
-    schedule = damping if callable(damping) else _constant(damping)
-    problem = _Problem(loss_fn, example_batch, example_params, axis_name, options, where)
+    _check_known(options, PreconditionerConfig, where)
+    config = PreconditionerConfig(**options)
+
+    def build(value_and_grad: Fun, func_args: Sequence[PyTree]) -> Preconditioner:
+        func = ValueFunction(value_and_grad, False, False, False).for_estimator(None, func_args)
+        return Preconditioner.for_function(config, func, func_args, axis_name)
+
+    loss = _MaskedLoss(loss_fn, example_batch, lambda batch: batch, axis_name, build, where)
 
     def init(params: PyTree) -> ScaleByKFACState:
         rng, own = jax.random.split(jax.random.key(seed))
-        frozen = problem.frozen(params, example_params)
-        preconditioner = problem.algorithm(params, frozen, own).preconditioner
-        state = preconditioner.init(own, problem.arguments(params, frozen, example_batch))
+        func_args = loss.arguments(params, example_params, example_batch)
+        state = loss.traced(func_args).init(own, func_args)
         count, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         is_stale = jnp.ones((), bool)
         return ScaleByKFACState(state, count, skipped, is_stale, jax.random.key_data(rng))
@@ -222,142 +228,133 @@ def scale_by_kfac(
     ) -> tuple[PyTree, ScaleByKFACState]:
         del extra
         rng, own = jax.random.split(jax.random.wrap_key_data(state.rng))
-        frozen = problem.frozen(params, full_params)
-        algorithm = problem.algorithm(params, frozen, own)
-        preconditioner = algorithm.preconditioner
-        func_args = problem.arguments(params, frozen, batch)
-        size = algorithm.batch_size_extractor(batch)
+        func_args = loss.arguments(params, full_params, batch)
+        preconditioner = loss.traced(func_args)
         count, is_stale = state.step_counter, state.is_stale
-        value = jnp.asarray(schedule(count), number_type(updates))
-        is_fine = all_finite(updates)
-        found = preconditioner.updated_in_turn(
-            state.estimator_state, count, is_stale, func_args, size, own, is_fine=is_fine
+        value = jnp.asarray(damping(count) if callable(damping) else damping, number_type(updates))
+        is_finite = all_finite(updates)
+        found = preconditioner.update_curvature_if_due(
+            state.estimator_state, count, is_stale, func_args, own, is_finite
         )
-        found = preconditioner.refreshed(found, count, is_stale, value)
+        found = preconditioner.update_inverses_if_due(found, count, is_stale, value)
         scaled = preconditioner.apply(found, updates, value)
-        scaled = selected(is_fine, scaled, jax.tree.map(jnp.zeros_like, scaled))
+        is_finite &= all_finite(scaled)
+        scaled = selected(is_finite, scaled, jax.tree.map(jnp.zeros_like, scaled))
         one = jnp.ones((), jnp.int32)
-        skipped = state.skipped + jnp.where(is_fine, 0, one)
-        after = (found, count + one, skipped, ~is_fine, jax.random.key_data(rng))
+        skipped = state.skipped + jnp.where(is_finite, 0, one)
+        after = (found, count + one, skipped, ~is_finite, jax.random.key_data(rng))
         return scaled, ScaleByKFACState(*after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_OF_CURVATURE = {
-    "l2_reg",
-    "estimation_mode",
-    "curvature_ema",
-    "inverse_update_period",
-    "use_exact_inverses",
-    "register_only_generic",
-    "patterns_to_skip",
-    "auto_register_kwargs",
-    "layer_tag_to_block_ctor",
-    "batch_size_extractor",
-    "distributed_precon_apply",
-    "distributed_inverses",
-    "curvature_update_period",
-    "num_estimator_samples",
-    "precon_power",
-    "regularized_parameters_path_exclusions",
-    "strict_registration",
-    "microbatch_size",
-    "memory_budget",
-    "stagger_inverses",
-}
-
-
-_NOT_OF_OPTAX = {
-    "value_func_has_aux",
-    "value_func_has_state",
-    "value_func_has_rng",
-    "value_func_for_estimator",
-    "multi_device",
-    "mesh",
-    "pmap_axis_name",
-    "debug",
-    "forbid_setting_attributes_after_finalize",
-    "modifiable_attribute_exceptions",
-    "include_norms_in_stats",
-    "include_per_param_norms_in_stats",
-    "include_registered_loss_in_stats",
-    "donate_buffers",
-    "shard_state",
-}
-
-
-def _check_options(options: dict[str, Any], excluded: set[str], where: str) -> None:
-    wrong = sorted(set(options) & excluded)
-    if wrong:
-        raise TypeError(
-            f"{where}: these options of Optimizer mean nothing here: {', '.join(wrong)}. There are "
-            f"no statistics, and the caller compiles; devices are named by axis_name."
+def _kfac_config(values: dict[str, Any], options: dict[str, Any], where: str) -> KFACConfig:
+    """Return the configuration of `kfac`, with those of the values that are schedules."""
+    found: dict[str, Any] = {"num_burnin_steps": 0, **options}
+    for name, value in values.items():
+        if f"{name}_schedule" in options:
+            raise TypeError(f"{where}: give the schedule as {name}=, not as {name}_schedule=.")
+        is_adaptive = options.get(f"use_adaptive_{name}")
+        if value is None and not is_adaptive:
+            raise ValueError(f"{where}: give {name}, or use_adaptive_{name}=True.")
+        if callable(value) and not is_adaptive:
+            found[f"{name}_schedule"] = value
+    if values["learning_rate"] is not None and options.get("use_adaptive_learning_rate"):
+        raise ValueError(
+            f"{where}: learning_rate and use_adaptive_learning_rate=True contradict each other; "
+            f"give one of them."
         )
+    foreign = sorted((_names(OptimizerConfig) - _names(KFACConfig)) & options.keys())
+    if foreign:
+        raise TypeError(
+            f"{where}: these options of Optimizer mean nothing here: {', '.join(foreign)}. There "
+            f"are no statistics, and the caller compiles; devices are named by axis_name."
+        )
+    _check_known(options, KFACConfig, where)
+    return KFACConfig(**found)
 
 
-class _Problem:
-    """A loss, with the algorithm for it, which is made when it is first asked for."""
+def _names(config: type[PreconditionerConfig]) -> set[str]:
+    return {option.name for option in fields(config)}
+
+
+def _check_known(options: dict[str, Any], config: type[PreconditionerConfig], where: str) -> None:
+    known = _names(config)
+    wrong = sorted(options.keys() - known)
+    if not wrong:
+        return
+    if config is PreconditionerConfig:
+        raise TypeError(
+            f"{where}: not about the curvature: {', '.join(wrong)}. Chain other transformations "
+            f"for that, or use curvax.kfac. The options are {', '.join(sorted(known))}."
+        )
+    raise TypeError(
+        f"{where}: no such options: {', '.join(wrong)}. There are {', '.join(sorted(known))}."
+    )
+
+
+T = TypeVar("T")
+
+
+class _MaskedLoss(Generic[T]):
+    """A loss as a function of parameters, of all parameters if a mask hides some, and a batch.
+
+    `build(value_and_grad, func_args)` is called when it is first traced.
+    """
 
     def __init__(
         self,
         loss_fn: Fun,
         example_batch: PyTree,
-        example_params: PyTree,
+        process: Callable[[PyTree], PyTree],
         axis_name: str | None,
-        options: dict[str, Any],
+        build: Callable[[Fun, Sequence[PyTree]], T],
         where: str,
     ) -> None:
-        def with_frozen(params: PyTree, frozen: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-            return loss_fn(_merged(params, frozen), batch), frozen
+        def loss(params: PyTree, full_params: PyTree, batch: PyTree) -> Any:
+            return loss_fn(_merged(params, full_params), batch)
 
-        devices = {} if axis_name is None else {"multi_device": True, "pmap_axis_name": axis_name}
-        options = {"l2_reg": 0.0, "num_burnin_steps": 0} | options | devices
-        value_and_grad = jax.value_and_grad(with_frozen, has_aux=True)
-        self._optimizer = Optimizer(value_and_grad, value_func_has_state=True, **options)
-        self._example_batch, self._example_params = example_batch, example_params
-        self._where = where
+        self._value_and_grad = jax.value_and_grad(loss)
+        self._example_batch, self._process, self._where = example_batch, process, where
+        self._axis_name, self._build = axis_name, build
+        self._traced: T | None = None
 
-    def processed(self, batch: PyTree) -> PyTree:
-        """A batch as the function shall see it."""
-        process = self._optimizer.batch_process_func
-        return batch if process is None or batch is None else process(batch)
+    def traced(self, func_args: Sequence[PyTree]) -> T:
+        """Return what was built for such parameters and the example batch."""
+        if self._traced is None:
+            func_args = (*func_args[:2], self._process(self._example_batch))
+            if self._axis_name is not None and not _jax.is_bound(self._axis_name):
+                func_args = without_places(func_args)
+            self._traced = self._build(self._value_and_grad, func_args)
+        return self._traced
 
-    def algorithm(self, params: PyTree, frozen: PyTree, rng: Array) -> Algorithm:
-        """The algorithm for these parameters."""
-        return self._optimizer.finalize(params, rng, self.processed(self._example_batch), frozen)
-
-    def arguments(self, params: PyTree, frozen: PyTree, batch: PyTree) -> Sequence[PyTree]:
-        """The arguments of the function."""
-        if batch is None:
-            raise ValueError(
-                f"{self._where}: update needs the batch: update(gradient, state, params, "
-                f"batch=batch). In a chain, optax passes it on."
-            )
-        return params, frozen, batch
-
-    def frozen(self, params: PyTree, full_params: PyTree) -> PyTree:
-        """All parameters, if some are hidden by a mask; else nothing."""
+    def arguments(self, params: PyTree, full_params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
+        """Return the arguments of the function, the batch processed."""
         if params is None:
             raise ValueError(
                 f"{self._where}: update needs the parameters: update(gradient, state, params, "
                 f"batch=batch)."
             )
-        if not _is_masked(params):
-            return ()
-        if full_params is None:
+        is_masked = _is_masked(params)
+        if is_masked and full_params is None:
             raise ValueError(
                 f"{self._where}: a mask hides some parameters, on which the loss depends too. Pass "
                 f"all of them as example_params= here and as full_params= to update."
             )
-        return full_params
+        if batch is None:
+            raise ValueError(
+                f"{self._where}: update needs the batch: update(gradient, state, params, "
+                f"batch=batch). In a chain, optax passes it on."
+            )
+        return params, full_params if is_masked else (), self._process(batch)
 
 
-def _merged(params: PyTree, frozen: PyTree) -> PyTree:
-    """All parameters: those that are hidden come from the others."""
+def _merged(params: PyTree, full_params: PyTree) -> PyTree:
+    """Return all parameters; those that are hidden are taken from `full_params`."""
     if not _is_masked(params):
         return params
-    return jax.tree.map(lambda p, f: f if _is_hidden(p) else p, params, frozen, is_leaf=_is_hidden)
+    pick = lambda p, full: full if _is_hidden(p) else p
+    return jax.tree.map(pick, params, full_params, is_leaf=_is_hidden)
 
 
 def _is_masked(params: PyTree) -> bool:
@@ -366,10 +363,6 @@ def _is_masked(params: PyTree) -> bool:
 
 def _is_hidden(x: Any) -> bool:
     return isinstance(x, _optax("curvax").MaskedNode)
-
-
-def _constant(value: Number) -> Schedule:
-    return lambda step: value
 
 
 def _optax(where: str) -> Any:

@@ -10,149 +10,188 @@ import jax
 import jax.numpy as jnp
 
 from curvax._cpu import run_if
-from curvax._types import Array, PyTree
+from curvax._types import Array, Fun, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax.curvature.sharded import ShardedCurvature
 from curvax.devices.task_assignment import shares
+from curvax.optimizer.config import PreconditionerConfig
 from curvax.optimizer.state import combined, inner_products, number_type
 
-__all__ = ["L2", "Preconditioner", "Schedules", "is_turn"]
+__all__ = ["Preconditioner", "is_due", "l2_matrix", "l2_product"]
 
 
-# What is done only in some steps.
+# What only some steps do.
 
 
-def is_turn(step: Any, period: int, turn: int = 0) -> Any:
-    """Whether it is the turn of what is done once in a period."""
-    return period == 1 or step % period == turn
+def is_due(step: Any, period: int, phase: int = 0) -> Any:
+    """Return whether a step does what is done once in a period, in a phase of that."""
+    return period == 1 or step % period == phase
 
 
-@dataclass(frozen=True)
-class Schedules:
-    """How often what is done, in steps, and how.
-
-    With `stagger`, each step of a period computes the inverses of its share of the blocks.
-    """
-
-    ema: Any
-    update_period: int
-    inverse_period: int
-    stagger: bool
+# The curvature of a regulariser `l2_reg / 2 * sum(params**2)`, of the parameters that have it.
 
 
-@dataclass(frozen=True)
-class L2:
-    """The curvature of a regulariser `weight / 2 * sum(params**2)`, of parameters that have it."""
+def l2_product(config: PreconditionerConfig, vector: PyTree) -> PyTree:
+    """Return the curvature of the regulariser times a vector."""
+    keep = lambda path, x: (
+        x if _is_regularised(config, jax.tree_util.keystr(path)) else jnp.zeros_like(x)
+    )
+    weight = jnp.asarray(config.l2_reg, number_type(vector))
+    return combined([weight], [jax.tree_util.tree_map_with_path(keep, vector)])
 
-    weight: Any
-    exclusions: tuple[str, ...] = ()
-    """Regular expressions; a parameter in whose path one is found has no regulariser."""
 
-    def has(self, path: str) -> bool:
-        """Whether a parameter has the regulariser."""
-        return not any(re.search(pattern, path) for pattern in self.exclusions)
+def l2_matrix(config: PreconditionerConfig, vectors: Sequence[PyTree]) -> Array:
+    """Return the matrix of `vᵢᵀ L2 vⱼ`."""
+    return inner_products(vectors, [l2_product(config, v) for v in vectors])
 
-    def times(self, vector: PyTree) -> PyTree:
-        """The matrix times a vector."""
-        keep = lambda path, x: x if self.has(jax.tree_util.keystr(path)) else jnp.zeros_like(x)
-        weight = jnp.asarray(self.weight, number_type(vector))
-        return combined([weight], [jax.tree_util.tree_map_with_path(keep, vector)])
 
-    def matrix(self, vectors: Sequence[PyTree]) -> Array:
-        """`vᵢᵀ L2 vⱼ`."""
-        return inner_products(vectors, [self.times(v) for v in vectors])
+def _is_regularised(config: PreconditionerConfig, path: str) -> bool:
+    exclusions = config.regularized_parameters_path_exclusions
+    return not any(re.search(pattern, path) for pattern in exclusions)
 
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """`(C + damping + L2) ** power`, as pure functions of the state of an estimator of C."""
+    """`(C + damping + L2) ** power`, as pure functions of the state of an estimator of C.
 
+    Attributes:
+        config: the options.
+        estimator: the curvature estimator, of a function that was traced.
+        axis: the name of the mesh axis along which batches are sharded, if there is one.
+    """
+
+    config: PreconditionerConfig
     estimator: BlockDiagonalCurvature
-    l2: L2
-    schedules: Schedules
-    power: float | int
-    is_exact: bool
     axis: str | None
 
+    @classmethod
+    def for_function(
+        cls,
+        config: PreconditionerConfig,
+        func: Fun,
+        func_args: Sequence[PyTree],
+        axis: str | None = None,
+        num_shards: int | None = None,
+    ) -> "Preconditioner":
+        """Trace a function that registers losses; the last of its arguments is the batch.
+
+        `num_shards` is the number of devices over which the state is sharded; None to replicate it.
+        """
+        kind: Any = BlockDiagonalCurvature
+        if num_shards is not None:
+            kind = functools.partial(ShardedCurvature, num_devices=num_shards, axis_name=axis)
+        estimator = kind(
+            func,
+            0,
+            config.estimation_mode,
+            config.layer_tag_to_block_ctor,
+            distributed_multiplies=config.distributed_precon_apply,
+            distributed_cache_updates=config.distributed_inverses,
+            **config.sizes,
+            batch_index=len(func_args) - 1,
+            num_samples=config.num_estimator_samples,
+            register_only_generic=config.register_only_generic,
+            patterns_to_skip=config.patterns_to_skip,
+            strict=config.strict_registration,
+            **dict(config.auto_register_kwargs or {}),
+        )
+        estimator.finalize(func_args)
+        return cls(config, estimator, axis)
+
     @property
-    def cached(self) -> tuple[Any, Any]:
-        """Which exact and which approximate powers are in the cache."""
-        return (self.power, None) if self.is_exact else (None, self.power)
+    def cached_powers(self) -> tuple[Any, Any]:
+        """The exact and the approximate power that the cache holds, one of which is None."""
+        power = self.config.precon_power
+        return (power, None) if self.config.use_exact_inverses else (None, power)
 
     def init(self, rng: Array, func_args: Sequence[PyTree]) -> Any:
-        """The state before the first step."""
-        return self.estimator.init(rng, func_args, *self.cached)
+        """Return the state before the first step."""
+        return self.estimator.init(rng, func_args, *self.cached_powers)
 
-    def updated(
-        self,
-        state: Any,
-        func_args: Sequence[PyTree],
-        batch_size: Any,
-        rng: Array,
-        is_fine: Any = True,
+    def update_curvature(
+        self, state: Any, func_args: Sequence[PyTree], rng: Array, is_finite: Any = True
     ) -> Any:
-        """The state with the curvature of a batch in its averages; as it was, if that is not fine.
+        """Update the moving averages by the curvature of a batch.
 
-        An average that keeps all of its weight and gives none to what is new stays what it was. So
-        there is nothing to choose from or to copy.
+        A batch that is not finite is skipped by the weights (1, 0); this avoids a select over the
+        whole state.
         """
-        old, new = jnp.where(is_fine, self.schedules.ema, 1.0), jnp.where(is_fine, 1.0, 0.0)
+        old = jnp.where(is_finite, self.config.curvature_ema, 1.0)
+        new = jnp.where(is_finite, 1.0, 0.0)
+        batch_size = self.config.batch_size_extractor(func_args[-1])
         return self.estimator.update_curvature_matrix_estimate(
             state, old, new, batch_size, rng, func_args, self.axis
         )
 
-    def updated_in_turn(
-        self, state: Any, step: Any, is_stale: Any, *args: Any, is_fine: Any = True
+    def update_curvature_if_due(
+        self,
+        state: Any,
+        step: Any,
+        is_stale: Any,
+        func_args: Sequence[PyTree],
+        rng: Array,
+        is_finite: Any,
     ) -> Any:
-        """As `updated`, in steps in which it is time for it, or if what there is is stale."""
-        due = is_turn(step, self.schedules.update_period)
-        update = lambda state: self.updated(state, *args, is_fine=is_fine)
+        """Equal to `update_curvature` in steps that do this or if the state is stale."""
+        due = is_due(step, self.config.curvature_update_period)
+        update = lambda state: self.update_curvature(state, func_args, rng, is_finite)
         return run_if(_either(due, is_stale), update, state)
 
-    def refreshed(self, state: Any, step: Any, is_stale: Any, damping: Any) -> Any:
-        """The state with inverses as they are now, in steps in which it is time for them."""
-        weights = self.weights(damping)
-        period = self.schedules.inverse_period
+    def update_inverses_if_due(self, state: Any, step: Any, is_stale: Any, damping: Any) -> Any:
+        """Compute the inverses again, in steps that do this or if the state is stale.
 
-        def refresh(blocks: Sequence[int] | None, state: Any) -> Any:
+        With `stagger_inverses` each phase of a period computes those of some of the blocks.
+        """
+        weights = self.weights(damping)
+        period = self.config.inverse_update_period
+
+        def update(blocks: Sequence[int] | None, state: Any) -> Any:
             return self.estimator.update_cache(
-                state, weights, *self.cached, False, self.axis, blocks=blocks
+                state, weights, *self.cached_powers, False, self.axis, blocks=blocks
             )
 
-        if not self.schedules.stagger or period == 1:
-            due = _either(is_turn(step, period), is_stale)
-            return run_if(due, functools.partial(refresh, None), state)
+        if not self.config.stagger_inverses or period == 1:
+            due = _either(is_due(step, period), is_stale)
+            return run_if(due, functools.partial(update, None), state)
         blocks = self.estimator.blocks or ()
-        owners = shares([block.cache_work for block in blocks], period)
-        for turn in range(period):
-            own = [number for number, owner in enumerate(owners) if owner == turn]
-            if own:
-                due = _either(is_turn(step, period, turn), is_stale)
-                state = run_if(due, functools.partial(refresh, own), state)
+        phases = shares([block.cache_work for block in blocks], period)
+        for phase in range(period):
+            indices = [index for index, own in enumerate(phases) if own == phase]
+            if indices:
+                due = _either(is_due(step, period, phase), is_stale)
+                state = run_if(due, functools.partial(update, indices), state)
         return state
 
     def apply(self, state: Any, gradient: PyTree, damping: Any) -> PyTree:
-        """The preconditioned gradient, by what is in the cache."""
-        weights = self.weights(damping)
+        """Return the preconditioned gradient, by the inverses in the cache."""
         return self.estimator.multiply_matpower(
-            state, gradient, weights, self.power, self.is_exact, True, self.axis
+            state,
+            gradient,
+            self.weights(damping),
+            self.config.precon_power,
+            self.config.use_exact_inverses,
+            True,
+            self.axis,
         )
 
     def multiply(self, state: Any, vector: PyTree) -> PyTree:
-        """The estimated curvature, with that of the regulariser, times a vector."""
+        """Return the estimated curvature, with that of the regulariser, times a vector."""
         product = self.estimator.multiply(state, vector, 0.0, True, False, self.axis)
         one = jnp.ones((), number_type(vector))
-        return combined([one, one], [product, self.l2.times(vector)])
+        return combined([one, one], [product, l2_product(self.config, vector)])
 
     def weights(self, damping: Any) -> Any:
-        """What is added to the diagonal of each block.
+        """Return what is added to the diagonal of each block.
 
         The regulariser counts for all parameters of a block if some of them have it.
         """
-        with_l2 = damping + jnp.asarray(self.l2.weight, jnp.result_type(damping))
-        if not self.l2.exclusions:
+        with_l2 = damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        if not self.config.regularized_parameters_path_exclusions:
             return with_l2
-        names = self.estimator.params_names
-        return [with_l2 if any(map(self.l2.has, own)) else damping for own in names]
+        return [
+            with_l2 if any(_is_regularised(self.config, path) for path in paths) else damping
+            for paths in self.estimator.params_names
+        ]
 
 
 def _either(due: Any, is_stale: Any) -> Any:

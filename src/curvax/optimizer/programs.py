@@ -1,4 +1,4 @@
-"""Compiled programs of the pure functions, which take over the buffers of what they replace."""
+"""Compiled programs of the pure functions, with donated buffers and within a memory budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._types import PyTree
-from curvax.memory.budget import MemoryBudgetError
+from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import recorded_plans
 from curvax.memory.usage import MemoryUsage
 from curvax.optimizer.devices import DataParallel
+from curvax.optimizer.step import KFAC
 
 __all__ = ["Programs", "Sizes", "check_alive", "is_traced", "sizes_within"]
 
@@ -20,10 +21,10 @@ class Programs:
     """Runs functions, compiled when they are first run, or as they are.
 
     Arguments:
-        is_compiled: whether to compile them.
-        is_donating: whether they may use the buffers of those arguments that are to be replaced.
-        devices: the devices among which batches are split; None for one device.
-        has_budget: whether to compile them so that their account of memory is true.
+        is_compiled: Whether to compile them.
+        is_donating: Whether to donate the buffers of arguments that are to be replaced.
+        devices: The devices over which batches are sharded; None for one device.
+        has_budget: Whether to compile them so that their memory analysis is exact.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Programs:
         self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
         self._has_budget = has_budget
         self._known: dict[Any, Any] = {}
+        self._fitting: dict[Any, tuple[str, KFAC]] = {}
 
     def run(
         self,
@@ -41,30 +43,64 @@ class Programs:
         replaced: Sequence[str] = (),
         results: Any = None,
     ) -> Any:
-        """`fun(*args.values())`, where some arguments are replaced by the result.
+        """Return `fun(*args.values())`, where some arguments are replaced by the result.
 
-        On several devices the argument called "batch" is split. The results, of which some are
-        called like arguments and others None, are placed as these are.
+        On several devices the argument called "batch" is sharded. `results` has the structure of
+        the result, with the name of the argument whose sharding it gets, or None, for leaves.
         """
         if not self._is_compiled:
             return fun(*args.values())
-        program, args = self._made(name, fun, args, replaced, results)
+        program, args = self._program(name, fun, args, replaced, results)
         if self._devices is None:
             return program(*args.values())
         return self._devices.run(program, args)
 
-    def usage(
-        self, name: str, fun: Callable[..., Any], args: Mapping[str, Any], replaced: Sequence[str]
-    ) -> MemoryUsage:
-        """What `run` on one device will need. It runs what is compiled here, and not again."""
-        program, args = self._made(name, fun, args, replaced, None)
-        return MemoryUsage.of(program.lower(*args.values()).compile())
+    def within_budget(
+        self,
+        build: Callable[["Sizes"], KFAC],
+        args: Mapping[str, Any],
+        replaced: Sequence[str],
+        memory_budget: int | float | str,
+        where: str,
+    ) -> tuple[str, KFAC]:
+        """Return the name of the program of a step that fits a memory budget, on one device.
 
-    def forget(self, name: str) -> None:
-        """Let a program go."""
-        self._known.pop(name, None)
+        `build` returns K-FAC with given bounds on microbatches; the one that fits is returned, too.
+        """
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, _jax.call_key(leaves)
+        if key not in self._fitting:
+            number, budget = len(self._fitting), parse_memory(memory_budget)
+            self._fitting[key] = self._fit(number, build, args, replaced, budget, where)
+        return self._fitting[key]
 
-    def _made(
+    def _fit(
+        self,
+        number: int,
+        build: Callable[["Sizes"], KFAC],
+        args: Mapping[str, Any],
+        replaced: Sequence[str],
+        budget: int,
+        where: str,
+    ) -> tuple[str, KFAC]:
+        tried: dict[Any, tuple[str, KFAC]] = {}
+
+        def needs(sizes: Sizes) -> int:
+            kfac, name = build(sizes), f"step {number}.{len(tried)}"
+            tried[tuple(sizes.values())] = name, kfac
+            program, placed = self._program(name, kfac.step, args, replaced, None)
+            return MemoryUsage.of(program.lower(*placed.values()).compile()).added_bytes
+
+        # The gradient exists while all else is computed; so does the old state if not donated.
+        kept = args["params"], () if self._is_donating else args["state"]
+        left = budget - sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(kept))
+        found = tuple(sizes_within(budget, left, needs, where).values())
+        for sizes, (name, _) in tried.items():
+            if sizes != found:
+                self._known.pop(name, None)
+        return tried[found]
+
+    def _program(
         self,
         name: str,
         fun: Callable[..., Any],
@@ -72,7 +108,7 @@ class Programs:
         replaced: Sequence[str],
         results: Any,
     ) -> tuple[Any, Mapping[str, Any]]:
-        """The program of this name, and its arguments as it takes them."""
+        """Return the program of this name, and its arguments as it takes them."""
         names = list(args)
         donated = tuple(k for k, x in enumerate(names) if x in replaced and self._is_donating)
         given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
@@ -93,19 +129,19 @@ class Programs:
         return self._known[key], args
 
     def check(self, args: Mapping[str, Any]) -> None:
-        """Check what can be told of arguments before any program is made for them."""
+        """Check arguments before any program is made for them."""
         if self._devices is not None:
             self._devices.check_plain(args)
 
     def inside(self, fun: Callable[..., Any], args: Mapping[str, Any], results: Any = None) -> Any:
-        """As `run`, inside of a trace."""
+        """Equal to `run`, inside a function that is traced."""
         if self._devices is None or not self._is_compiled:
             return fun(*args.values())
         return self._devices.inside(fun, args, results)
 
 
 def _strong(leaf: Any) -> Any:
-    """Without the weak type of a Python number.
+    """Return a leaf without a weak type.
 
     What replaces it has none, and the next call would compile another program for that.
     """
@@ -114,12 +150,12 @@ def _strong(leaf: Any) -> Any:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether some of it has no value yet."""
+    """Return whether a leaf is a tracer."""
     return any(map(_jax.is_tracer, jax.tree.leaves(tree)))
 
 
 def check_alive(tree: PyTree) -> None:
-    """No array was given away before."""
+    """Check that no buffer was donated before."""
     leaves = jax.tree.leaves(tree)
     if any(isinstance(x, jax.Array) and not _jax.is_tracer(x) and x.is_deleted() for x in leaves):
         raise ValueError(
@@ -129,7 +165,7 @@ def check_alive(tree: PyTree) -> None:
 
 
 def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
-    """The arguments, with copies of arrays that are there twice: a buffer is donated only once."""
+    """Copy arrays that are there twice: a buffer can be donated only once."""
     seen = {id(x) for k, arg in enumerate(args) if k not in donated for x in jax.tree.leaves(arg)}
 
     def own(leaf: Any) -> Any:
@@ -143,13 +179,13 @@ def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
 
 # The sizes of microbatches with which a whole step fits a memory budget.
 #
-# Gradient, statistics and exact products plan their microbatches themselves, each for what it is
-# given. A step holds more: gradient and statistics beside each other, inverses, the state. How
-# much more is known once it is compiled. So it is compiled with all that there is left for its
-# parts, and only if it needs too much are the parts given less, by as much.
+# Gradient, statistics and exact products plan their microbatches themselves, each within its own
+# budget. A step holds more: gradient and statistics at the same time, inverses, the state. How much
+# more is known once it is compiled. So it is compiled with all that is left for its parts, and only
+# if it needs too much are the parts given less, by as much.
 
 ATTEMPTS = 3
-"""How often the parts are given less, before the smallest microbatches are tried."""
+"""Number of budgets for the parts that are tried before the smallest microbatches."""
 
 ADVICE = (
     "That is for microbatches of one example: the rest is the gradient, inverses and their "
@@ -162,10 +198,10 @@ Sizes = Mapping[str, Any]
 
 
 def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int], where: str) -> Sizes:
-    """The arguments by which a step of an optimizer stays within the budget.
+    """Return the options with which a step of an optimizer stays within the budget.
 
-    `left` is how much of it the parts can have, at most; `needs` compiles the step with some
-    arguments and returns what a call of it adds.
+    `left` is the most of it that the parts can have; `needs` compiles the step with some options
+    and returns the number of bytes that a call adds.
     """
     known: dict[int, int] = {}
     for _ in range(ATTEMPTS):
@@ -191,11 +227,11 @@ def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int], where: s
 
 
 def _between(least: int, known: Mapping[int, int], budget: int) -> int:
-    """The size at which the line from one example to the smallest that is too large meets it."""
+    """Interpolate linearly between one example and the smallest size that is too large."""
     if not known:
         return 1
     size = min(known)
     if size == 1 or known[size] <= least:
         return 1
-    share = (budget - least) / (known[size] - least)
-    return int(1 + 0.95 * share * (size - 1))
+    fraction = (budget - least) / (known[size] - least)
+    return int(1 + 0.95 * fraction * (size - 1))

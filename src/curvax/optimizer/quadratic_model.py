@@ -1,6 +1,6 @@
 """A quadratic model of the loss, in the span of a few vectors, and its minimum.
 
-For an update `w₁ v₁ + w₂ v₂ + …` with coefficients `w`, the loss is expected to change by
+For an update `w₁ v₁ + w₂ v₂ + …` with coefficients `w`, the model predicts that the loss changes by
 
     ½ wᵀ (A + damping · D) w + bᵀ w,
 
@@ -18,22 +18,22 @@ __all__ = ["QuadraticModel"]
 
 
 class QuadraticModel(NamedTuple):
-    """The three parts of the model; see the module."""
+    """The three parts of the model: A, D and b; see the module."""
 
     curvature: Array
     identity: Array
     gradient: Array
 
     def change(self, coefficients: Sequence[Any], damping: Any) -> Array:
-        """How much the loss is expected to change."""
+        """Return the predicted change of the loss."""
         w = jnp.stack([jnp.asarray(c, self.gradient.dtype) for c in coefficients])
         return w @ (self._matrix(damping) @ w) / 2 + self.gradient @ w
 
     def minimiser(self, damping: Any, fixed: Sequence[Any]) -> list[Array]:
-        """The coefficients of the minimum, where some of the at most two are given.
+        """Return the coefficients of the minimum; of the at most two, some may be fixed.
 
-        Directions along which the model does not tell how far to go, because a vector is zero or is
-        not independent of the others, get a coefficient of zero.
+        Directions along which the model is flat to rounding, because a vector is zero or linearly
+        dependent on the others, get a coefficient of zero.
         """
         matrix, b = self._matrix(damping), self.gradient
         known = [None if c is None else jnp.asarray(c, b.dtype) for c in fixed]
@@ -59,6 +59,6 @@ class QuadraticModel(NamedTuple):
 
 
 def _quotient(numerator: Array, pivot: Array, scale: Array) -> Array:
-    """A quotient, or zero where the pivot cannot be told from zero."""
+    """Return the quotient, or zero where the pivot is zero to rounding."""
     told = pivot > 10 * jnp.finfo(pivot.dtype).eps * scale
     return jnp.where(told, numerator / jnp.where(told, pivot, 1), 0)

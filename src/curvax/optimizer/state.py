@@ -1,8 +1,8 @@
-"""The state of the optimizer."""
+"""The state of the optimizer, results of steps, and arithmetic of vectors like the parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from curvax._types import Array, PyTree
 
 __all__ = [
     "OptimizerState",
+    "StepResult",
+    "StepResultWithFuncState",
     "combined",
     "inner",
     "inner_products",
@@ -19,6 +21,7 @@ __all__ = [
     "norms",
     "number_type",
     "selected",
+    "step_result",
 ]
 
 
@@ -29,19 +32,19 @@ def _no_steps() -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizer keeps from one step to the next: a pytree, to be saved as any other.
+    """What the optimizer carries from one step to the next: a pytree, to be saved as any other.
 
     Attributes:
-        velocities: the last update of the parameters.
-        estimator_state: the state of the curvature estimator.
-        damping: the damping, if it is adaptive, else None.
-        data_seen: the number of examples so far. It stays at the largest integer once it is there.
-        step_counter: the number of steps so far.
-        damping_factor: what a damping that is given or scheduled is multiplied with. It is one,
-            unless steps were skipped or rejected, and comes back to one with those that are not.
-        skipped: how many steps were skipped because something was not finite.
-        rejected: how many steps were rejected because the loss would have risen.
-        is_stale: whether the next step computes curvature and inverses, whatever their periods.
+        velocities: The last update of the parameters.
+        estimator_state: The state of the curvature estimator.
+        damping: The damping if it is adaptive, else None.
+        data_seen: The number of examples so far; it saturates at the largest integer.
+        step_counter: The number of steps so far.
+        damping_factor: Multiplies a given or scheduled damping. It is one unless steps were skipped
+            or rejected, and returns to one with the steps that follow.
+        skipped: The number of steps that were skipped because something was not finite.
+        rejected: The number of steps that were rejected because the loss would have risen.
+        is_stale: Whether the next step computes curvature and inverses whatever their periods.
     """
 
     velocities: Any
@@ -56,29 +59,73 @@ class OptimizerState:
 
     @classmethod
     def like_params(cls, params: Any) -> "OptimizerState":
-        """This for what is like the parameters, and None for everything else."""
+        """Return a state that holds `params` where it is like the parameters, else None."""
         others = {entry.name: None for entry in fields(cls)}
         return cls(**(others | {"velocities": params}))
 
 
+class StepResult(NamedTuple):
+    """What `Optimizer.step` and `fit` return for a function without state.
+
+    Attributes:
+        params: The parameters after the step.
+        state: The state of the optimizer.
+        stats: Statistics of the step, by name; see `Optimizer`.
+    """
+
+    params: PyTree
+    state: OptimizerState
+    stats: dict[str, Any]
+
+
+class StepResultWithFuncState(NamedTuple):
+    """What `Optimizer.step` and `fit` return for a function with state.
+
+    Attributes:
+        params: The parameters after the step.
+        state: The state of the optimizer.
+        func_state: The state of the function.
+        stats: Statistics of the step, by name; see `Optimizer`.
+    """
+
+    params: PyTree
+    state: OptimizerState
+    func_state: PyTree
+    stats: dict[str, Any]
+
+
+def step_result(
+    params: PyTree,
+    state: OptimizerState,
+    func_state: PyTree,
+    stats: dict[str, Any],
+    *,
+    has_func_state: bool,
+) -> StepResult | StepResultWithFuncState:
+    """Return the results of a step, with the state of the function if it has one."""
+    if has_func_state:
+        return StepResultWithFuncState(params, state, func_state, stats)
+    return StepResult(params, state, stats)
+
+
 # Vectors that are pytrees like the parameters: inner products, sums, norms.
 #
-# Numbers that are computed from them are of at least single precision, whatever the parameters are.
+# Scalars that are computed from them have at least single precision, whatever the parameters have.
 
 
 def number_type(tree: PyTree) -> Any:
-    """The dtype of numbers that are computed from a pytree."""
+    """Return the dtype of scalars that are computed from a pytree."""
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(tree)]
     widest = max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits, default=jnp.dtype(jnp.float32))
     return jnp.finfo(widest).dtype if jnp.finfo(widest).bits > 32 else jnp.dtype(jnp.float32)
 
 
 def inner(x: PyTree, y: PyTree) -> Array:
-    """The inner product of two vectors."""
+    """Return the inner product of two vectors."""
     dtype = number_type(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
     pairs = [(jnp.asarray(a, dtype), jnp.asarray(b, dtype)) for a, b in leaves]
-    # Small arrays are one, as something is compiled for the product of each.
+    # Small arrays are concatenated, as XLA compiles a kernel for each product of vectors.
     is_small = lambda a: a.ndim < 2 and _jax.sharding_of(a) is None
     small = [pair for pair in pairs if is_small(pair[0])]
     total = sum((jnp.vdot(a, b) for a, b in pairs if not is_small(a)), start=jnp.zeros((), dtype))
@@ -89,18 +136,18 @@ def inner(x: PyTree, y: PyTree) -> Array:
 
 
 def norm(x: PyTree) -> Array:
-    """The Euclidean norm of a vector."""
+    """Return the Euclidean norm of a vector."""
     return jnp.sqrt(inner(x, x))
 
 
 def norms(tree: PyTree) -> dict[str, Array]:
-    """The norm of each leaf, by its path."""
+    """Return the norm of each leaf, by its path."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): norm(leaf) for path, leaf in paths}
 
 
 def inner_products(xs: Sequence[PyTree], ys: Sequence[PyTree]) -> Array:
-    """The matrix of inner products of some vectors with others, or with themselves."""
+    """Return the matrix of inner products of some vectors with others, or with themselves."""
     if xs is not ys:
         return jnp.stack([jnp.stack([inner(x, y) for y in ys]) for x in xs])
     found = {(i, j): inner(xs[i], xs[j]) for i in range(len(xs)) for j in range(i + 1)}
@@ -109,7 +156,7 @@ def inner_products(xs: Sequence[PyTree], ys: Sequence[PyTree]) -> Array:
 
 
 def combined(coefficients: Sequence[Array], vectors: Sequence[PyTree]) -> PyTree:
-    """A sum of vectors times numbers, in the dtypes of the first."""
+    """Return a linear combination of vectors, in the dtypes of the first."""
 
     def total(*leaves: Any) -> Array:
         pairs = zip(coefficients, leaves, strict=True)
@@ -120,7 +167,7 @@ def combined(coefficients: Sequence[Array], vectors: Sequence[PyTree]) -> PyTree
 
 
 def selected(flag: Array, one: PyTree, other: PyTree) -> PyTree:
-    """The one pytree or the other."""
+    """Return `one` if the flag is set, else `other`."""
     return jax.tree.map(
         lambda x, y: jnp.where(flag, x, jnp.asarray(y, jnp.result_type(x))), one, other
     )

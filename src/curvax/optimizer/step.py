@@ -1,13 +1,13 @@
-"""The algorithm: one step, as a pure function.
+"""K-FAC as pure functions of a configuration: the initial state, burn-in, and one step.
 
-With the gradient g and the estimate of curvature, the preconditioned gradient is
-`p = (C + damping + L2)⁻¹ g`. The update is `w₁ p + w₂ v`, where v is the last update. The
-coefficients are minus the learning rate, and the momentum; where these are adaptive, they minimise
-a quadratic model of the loss with the exact curvature. How well such a model foretold the loss
-decides about an adaptive damping.
+With the gradient g and the estimate C of the curvature, the preconditioned gradient is
+`p = (C + damping + L2)⁻¹ g` (Martens & Grosse 2015). The update is `w₁ p + w₂ v`, where v is the
+last update. The coefficients are minus the learning rate, and the momentum; where these are
+adaptive, they minimise a quadratic model of the loss with the exact curvature. How well such a
+model predicts the loss decides about an adaptive damping.
 
 A step for which something is not finite is skipped: only counters change, the damping rises, and
-the next step begins with fresh inverses.
+the next step computes curvature and inverses again.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ from jax import lax
 
 from curvax import _jax
 from curvax._cpu import all_finite
-from curvax._types import Array, PyTree
+from curvax._types import Array, Fun, PyTree
 from curvax.curvature.implicit import ImplicitExactCurvature
-from curvax.optimizer.devices import check_sharding
-from curvax.optimizer.hyperparameters import Adaptive, Given, LevenbergMarquardt, Options, Rules
-from curvax.optimizer.preconditioner import Preconditioner
+from curvax.optimizer.config import KFACConfig
+from curvax.optimizer.damping import adapted_damping, is_damping_due, raised_damping
+from curvax.optimizer.hyperparameters import Adaptive, Hyperparameter
+from curvax.optimizer.preconditioner import Preconditioner, l2_matrix
 from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
     OptimizerState,
@@ -38,14 +39,19 @@ from curvax.optimizer.state import (
 )
 from curvax.optimizer.value_function import Evaluation, ValueFunction
 
-__all__ = ["Algorithm", "Move", "burnin_key"]
+__all__ = ["KFAC", "Hyperparameters", "ProposedUpdate", "Statistics", "burnin_key"]
 
 
-# `Move`: an update of the parameters, with how it was made.
+class Hyperparameters(NamedTuple):
+    """The three numbers of a step; None for those that the quadratic model chooses."""
+
+    learning_rate: Array | None
+    momentum: Array | None
+    damping: Array
 
 
-class Move(NamedTuple):
-    """A sum of vectors times coefficients: those of the direction and of the last update.
+class ProposedUpdate(NamedTuple):
+    """An update of the parameters: a linear combination of the direction and the last update.
 
     `scaled_norm` is the inner product of the gradient and the direction, times the square of the
     learning rate.
@@ -58,73 +64,103 @@ class Move(NamedTuple):
     model: QuadraticModel | None
 
     @property
-    def is_finite(self) -> Array:
-        """Whether the update is, if the last one was; the answer may be no for what is huge.
+    def has_finite_direction(self) -> Array:
+        """Whether direction and coefficients are finite. Overflow gives a false negative.
 
-        The norm is a sum over elements of the gradient times those of the direction, and so it is
-        not finite if one of them is not, whatever the other is. But it does not tell whether an
-        update that is finite is still so in a dtype of a smaller range.
+        The norm is a sum over elements of the gradient times those of the direction, so that it is
+        not finite if one of either is not.
         """
-        numbers = jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients]))
-        largest = jnp.finfo(self.scaled_norm.dtype).max
-        narrow = [x for x in jax.tree.leaves(self.update) if jnp.finfo(x.dtype).max < largest]
-        return jnp.all(numbers) & all_finite(narrow)
+        return jnp.all(jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients])))
+
+
+class Outcome(NamedTuple):
+    """The loss after an update, its predicted change, their ratio; NaN where nothing needs them."""
+
+    new_loss: Array
+    quad_model_change: Array
+    rho: Array
+
+
+class Verdict(NamedTuple):
+    """What becomes of a proposed update; one that is neither taken nor rejected is skipped."""
+
+    is_taken: Array
+    is_rejected: Array
+    forgets_velocities: Array
+
+
+class Statistics(NamedTuple):
+    """Which statistics a step returns besides the usual ones."""
+
+    norms: bool = False
+    per_param_norms: bool = False
+    registered_loss: bool = False
 
 
 _LARGEST_FACTOR = 1e4
-"""How much larger a damping that is given can become by trouble: so that it comes back."""
+"""Upper bound on what a given or scheduled damping is multiplied with: so that it comes back."""
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """The optimizer's functions of parameters, state and batch, none of which changes anything."""
+class KFAC:
+    """The optimizer of one function, as pure functions of parameters, state and batch.
 
+    Attributes:
+        config: the options.
+        function: the user-supplied function, called with its arguments as one sequence.
+        preconditioner: the estimate of the curvature and its inverse.
+        exact: products with the exact curvature.
+        axis: the name of the mesh axis along which batches are sharded, if there is one.
+        statistics: which statistics to return.
+    """
+
+    config: KFACConfig
     function: ValueFunction
     preconditioner: Preconditioner
     exact: ImplicitExactCurvature
-    batch_size_extractor: Callable[[PyTree], Any]
-    rules: Rules
-    adaptation: LevenbergMarquardt
-    options: Options
-    num_burnin_steps: int
     axis: str | None
+    statistics: Statistics
 
-    def checked_for(self, state: OptimizerState) -> "Algorithm":
-        """The same, if the state is one of this algorithm's on as many devices."""
-        check_sharding(self.preconditioner.estimator, state.estimator_state)
-        return self
+    @classmethod
+    def for_function(
+        cls,
+        config: KFACConfig,
+        function: ValueFunction,
+        func_args: Sequence[PyTree],
+        *,
+        func_for_estimator: Fun | None = None,
+        axis: str | None = None,
+        num_shards: int | None = None,
+        statistics: Statistics | None = None,
+    ) -> "KFAC":
+        """Trace a function of such arguments, the last of which is the batch."""
+        func = function.for_estimator(func_for_estimator, func_args)
+        preconditioner = Preconditioner.for_function(config, func, func_args, axis, num_shards)
+        exact = ImplicitExactCurvature(
+            func,
+            0,
+            config.batch_size_extractor,
+            batch_index=len(func_args) - 1,
+            **config.sizes,
+        )
+        return cls(config, function, preconditioner, exact, axis, statistics or Statistics())
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether a step depends on the loss, and not only on its gradient."""
-        return isinstance(self.rules.damping, Adaptive) or self.options.use_step_rejection
+    # Functions of the parameters, a random key, the batch and the state of the function.
 
     def init(
         self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
     ) -> OptimizerState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         rng, own = jax.random.split(rng)
-        func_args = self.function.arguments(params, func_state, own, batch)
-        dtype = number_type(params)
-        is_adaptive = isinstance(self.rules.damping, Adaptive)
-        return OptimizerState(
-            velocities=jax.tree.map(lambda x: jnp.zeros_like(jnp.asarray(x)), params),
-            estimator_state=self.preconditioner.init(rng, func_args),
-            damping=jnp.asarray(self.adaptation.initial, dtype) if is_adaptive else None,
-            data_seen=jnp.zeros((), int),
-            step_counter=jnp.zeros((), jnp.int32),
-            damping_factor=jnp.ones((), dtype),
-        )
+        return self.initial_state(self.function.arguments(params, func_state, own, batch), rng)
 
     def burnin(
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> OptimizerState:
-        """The state with the curvature of one more batch in it."""
+        """Update the curvature by one batch, and nothing else."""
         rng, own = jax.random.split(rng)
-        func_args = self.function.arguments(params, func_state, self._of_device(own), batch)
-        size = self.batch_size_extractor(batch)
-        estimate = self.preconditioner.updated(state.estimator_state, func_args, size, rng)
-        return replace(state, estimator_state=estimate)
+        func_args = self.function.arguments(params, func_state, self._device_key(own), batch)
+        return self.update_curvature(state, func_args, rng)
 
     def step(
         self,
@@ -132,98 +168,154 @@ class Algorithm:
         state: OptimizerState,
         rng: Array,
         batch: PyTree,
-        func_state: PyTree,
-        given: Given,
-        has_burnin: bool = True,
+        func_state: PyTree = None,
+        learning_rate: Any = None,
+        momentum: Any = None,
+        damping: Any = None,
     ) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
-        """Parameters, state and state of the function after a step, and statistics of it.
-
-        `has_burnin` says whether to burn in before the first step, with this batch.
-        """
+        """Return parameters, state and state of the function after a step, and its statistics."""
         params, state = jax.tree.map(jnp.asarray, (params, state))
-        if has_burnin:
-            state = self.burnt_in(params, state, rng, batch, func_state)
         rng, own = jax.random.split(rng)
-        func_args = self.function.arguments(params, func_state, self._of_device(own), batch)
-        size = self.batch_size_extractor(batch)
-        found = self._evaluated(func_args)
-        update, after, stats = self.advance(state, found, func_args, size, rng, given)
-        moved = combined([jnp.ones((), number_type(params))] * 2, [params, update])
-        is_fine = after.skipped == state.skipped
-        new_func_state = selected(is_fine, found.func_state, func_state)
-        return moved, after, new_func_state, stats
+        func_args = self.function.arguments(params, func_state, self._device_key(own), batch)
+        found = self._evaluate(func_args)
+        hyperparameters = self.hyperparameters(state, learning_rate, momentum, damping)
+        update, after, stats = self.update(state, found, func_args, rng, hyperparameters)
+        new_params = combined([jnp.ones((), number_type(params))] * 2, [params, update])
+        is_used = after.skipped == state.skipped
+        return new_params, after, selected(is_used, found.func_state, func_state), stats
 
-    def alone(self, *args: Any) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
-        """As `step`, without burning in."""
-        return self.step(*args, has_burnin=False)
+    def step_with_burnin(
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        batch: PyTree,
+        func_state: PyTree = None,
+        *hyperparameters: Any,
+    ) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
+        """Equal to `step`, except that the first step burns in before, with the same batch."""
+        params, state = jax.tree.map(jnp.asarray, (params, state))
+        burnin = lambda state, key: self.burnin(params, state, key, batch, func_state)
+        state = self.burn_in(burnin, state, rng)
+        return self.step(params, state, rng, batch, func_state, *hyperparameters)
 
-    def advance(
+    # Functions of the arguments of the user-supplied function, as one sequence.
+
+    def initial_state(self, func_args: Sequence[PyTree], rng: Array) -> OptimizerState:
+        """Return the state before the first step."""
+        params, config = func_args[0], self.config
+        dtype, is_adaptive = number_type(params), config.use_adaptive_damping
+        return OptimizerState(
+            velocities=jax.tree.map(lambda x: jnp.zeros_like(jnp.asarray(x)), params),
+            estimator_state=self.preconditioner.init(rng, func_args),
+            damping=jnp.asarray(config.initial_damping, dtype) if is_adaptive else None,
+            data_seen=jnp.zeros((), int),
+            step_counter=jnp.zeros((), jnp.int32),
+            damping_factor=jnp.ones((), dtype),
+        )
+
+    def update_curvature(
+        self, state: OptimizerState, func_args: Sequence[PyTree], rng: Array
+    ) -> OptimizerState:
+        """Update the curvature by one batch, and nothing else."""
+        estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
+        return replace(state, estimator_state=estimate)
+
+    def burn_in(
+        self,
+        burnin: Callable[[OptimizerState, Array], OptimizerState],
+        state: OptimizerState,
+        rng: Array,
+    ) -> OptimizerState:
+        """Apply `burnin(state, key)` as often as configured if no step was done yet."""
+        if not self.config.num_burnin_steps:
+            return state
+        count = jnp.where(state.step_counter == 0, self.config.num_burnin_steps, 0)
+        body = lambda k, state: burnin(state, burnin_key(rng, k))
+        return lax.fori_loop(0, count, body, state)
+
+    def hyperparameters(
+        self,
+        state: OptimizerState,
+        learning_rate: Any = None,
+        momentum: Any = None,
+        damping: Any = None,
+    ) -> Hyperparameters:
+        """Return the numbers of a step, from those that it was given, schedules and the state."""
+        count, dtype = state.step_counter, state.damping_factor.dtype
+
+        def value(hyperparameter: Hyperparameter, given: Any) -> Array | None:
+            if isinstance(hyperparameter, Adaptive):
+                return None
+            found = given if hyperparameter is None else hyperparameter(count)
+            return jnp.asarray(found, dtype)
+
+        config = self.config
+        base = value(config.damping, damping)
+        return Hyperparameters(
+            value(config.learning_rate, learning_rate),
+            value(config.momentum, momentum),
+            state.damping if base is None else base * state.damping_factor,
+        )
+
+    def update(
         self,
         state: OptimizerState,
         found: Evaluation,
         func_args: Sequence[PyTree],
-        batch_size: Any,
         rng: Array,
-        given: Given,
+        hyperparameters: Hyperparameters,
     ) -> tuple[PyTree, OptimizerState, dict[str, Any]]:
-        """As `step`, from what the function returned; the update, and not the parameters."""
-        is_fine = jnp.isfinite(found.loss) & all_finite(found.gradient)
-        damping = self._damping(state, given)
-        count, is_stale = state.step_counter, state.is_stale
-        curvature = self.preconditioner.updated_in_turn(
-            state.estimator_state, count, is_stale, func_args, batch_size, rng, is_fine=is_fine
+        """Return the update of the parameters, the state after it, and statistics.
+
+        An update that is not taken is zero.
+        """
+        count, is_stale, damping = state.step_counter, state.is_stale, hyperparameters.damping
+        is_finite_batch = jnp.isfinite(found.loss) & all_finite(found.gradient)
+        curvature = self.preconditioner.update_curvature_if_due(
+            state.estimator_state, count, is_stale, func_args, rng, is_finite_batch
         )
-        curvature = self.preconditioner.refreshed(curvature, count, is_stale, damping)
-        learning = replace(state, estimator_state=curvature)
-        move = self._move(learning, found.gradient, damping, given, func_args)
-        is_fine &= move.is_finite
-        outcome = self._outcome(learning, found, move, damping, func_args)
-        is_taken = is_fine & ~outcome["is_rejected"]
-        flags = is_fine, is_taken
-        after = self._state_after(learning, move.update, flags, found.loss, outcome, batch_size)
-        stats = self._stats(found, move, damping, outcome, after, func_args, batch_size)
-        # An update that was taken is what the velocities are now; so it is computed once.
-        update = selected(is_taken, after.velocities, jax.tree.map(jnp.zeros_like, move.update))
-        return update, after, stats
+        curvature = self.preconditioner.update_inverses_if_due(curvature, count, is_stale, damping)
+        state = replace(state, estimator_state=curvature)
+        proposed = self._propose(state, found.gradient, hyperparameters, func_args)
+        outcome = self._outcome(state, found, proposed, damping, func_args)
+        verdict = self._verdict(is_finite_batch, found.loss, proposed, outcome)
+        total = self._total(self.config.batch_size_extractor(func_args[-1]), state.data_seen.dtype)
+        after = self._state_after(state, proposed.update, verdict, found.loss, outcome, total)
+        stats = self._stats(found, proposed, damping, outcome, after, func_args, total)
+        # An update that is taken equals the new velocities, so it is computed once.
+        zeros = jax.tree.map(jnp.zeros_like, proposed.update)
+        return selected(verdict.is_taken, after.velocities, zeros), after, stats
+
+    def loss(self, func_args: Sequence[PyTree]) -> Array:
+        """Return the value of the function; the compiler drops what else it computes."""
+        return self._mean(self.function(func_args).loss)
 
     def exact_model(
         self, vectors: Sequence[PyTree], gradient: PyTree, func_args: Sequence[PyTree]
     ) -> QuadraticModel:
-        """The model with the exact curvature: with `C = B Bᵀ`, products of the `Bᵀ v`."""
+        """Return the model with the exact curvature: with `C = B Bᵀ`, products of the `Bᵀ v`."""
         if self.preconditioner.estimator.default_mat_type == "fisher":
             factor = self.exact.multiply_fisher_factor_transpose
         else:
             factor = self.exact.multiply_ggn_factor_transpose
-        moved = [factor(func_args, v) for v in vectors]
-        curvature = self._mean(inner_products(moved, moved)).astype(number_type(gradient))
-        return _model(curvature + self.preconditioner.l2.matrix(vectors), vectors, gradient)
+        products = [factor(func_args, v) for v in vectors]
+        curvature = self._mean(inner_products(products, products)).astype(number_type(gradient))
+        return _model(curvature + l2_matrix(self.config, vectors), vectors, gradient)
 
     def approx_model(
         self, state: OptimizerState, vectors: Sequence[PyTree], gradient: PyTree
     ) -> QuadraticModel:
-        """The model with the estimated curvature."""
+        """Return the model with the estimated curvature."""
         multiply = self.preconditioner.multiply
         products = [multiply(state.estimator_state, v) for v in vectors]
         return _model(inner_products(vectors, products), vectors, gradient)
 
-    def burnt_in(
-        self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
-    ) -> OptimizerState:
-        """The state after all of `burnin`, if no step was done yet."""
-        if not self.num_burnin_steps:
-            return state
-        count = jnp.where(state.step_counter == 0, self.num_burnin_steps, 0)
+    def _evaluate(self, func_args: Sequence[PyTree]) -> Evaluation:
+        """Evaluate the function, averaged over all devices.
 
-        def body(k: Any, state: OptimizerState) -> OptimizerState:
-            return self.burnin(params, state, burnin_key(rng, k), batch, func_state)
-
-        return lax.fori_loop(0, count, body, state)
-
-    def _evaluated(self, func_args: Sequence[PyTree]) -> Evaluation:
-        """What the function returns, averaged over all devices.
-
-        Each device computes the gradient of its own examples: inside of a `shard_map`, gradients of
-        what all devices share would be sums over them otherwise.
+        Each device computes the gradient of its own examples: inside a `shard_map`, gradients with
+        respect to replicated arrays would be sums over devices otherwise.
         """
         params, *rest = func_args
         leaves = jax.tree.leaves(rest)
@@ -237,11 +329,11 @@ class Algorithm:
             loss=self._mean(found.loss),
             gradient=self._mean(found.gradient),
             func_state=jax.tree.map(self._mean_if_real, found.func_state),
-            aux=jax.tree.map(self._of_all, aux, rows),
+            aux=jax.tree.map(self._gather_aux, aux, rows),
         )
 
-    def _of_all(self, x: Array, has_rows: bool) -> Array:
-        """A part of `aux` of all devices; as it is put together from microbatches."""
+    def _gather_aux(self, x: Array, has_rows: bool) -> Array:
+        """Reduce a leaf of `aux` over all devices, as microbatches are reduced."""
         if has_rows:
             return lax.all_gather(x, self.axis, tiled=True)
         is_real = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -250,125 +342,131 @@ class Algorithm:
     def _mean_if_real(self, x: Any) -> Any:
         return self._mean(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
-    def _of_device(self, rng: Array) -> Array:
-        """A random key of each device's own."""
-        return rng if self.axis is None else jax.random.fold_in(rng, lax.axis_index(self.axis))
-
     def _mean(self, x: Any) -> Any:
         return x if self.axis is None else lax.pmean(x, self.axis)
 
-    def _damping(self, state: OptimizerState, given: Given) -> Array:
-        if isinstance(self.rules.damping, Adaptive):
-            return state.damping
-        value = self.rules.damping.value(state.step_counter, given.damping)
-        return jnp.asarray(value, state.damping_factor.dtype) * state.damping_factor
+    def _total(self, batch_size: Any, dtype: Any) -> Array:
+        """Return the batch size of all devices together."""
+        size = jnp.asarray(batch_size).astype(dtype)
+        return size if self.axis is None else lax.psum(size, self.axis)
 
-    def _move(
+    def _device_key(self, rng: Array) -> Array:
+        """Return another random key on each device."""
+        return rng if self.axis is None else jax.random.fold_in(rng, lax.axis_index(self.axis))
+
+    def _propose(
         self,
         state: OptimizerState,
         gradient: PyTree,
-        damping: Array,
-        given: Given,
+        hyperparameters: Hyperparameters,
         func_args: Sequence[PyTree],
-    ) -> Move:
-        dtype, count = damping.dtype, state.step_counter
+    ) -> ProposedUpdate:
+        rate, momentum, damping = hyperparameters
+        dtype = damping.dtype
         direction = self.preconditioner.apply(state.estimator_state, gradient, damping)
-        rate = self.rules.learning_rate.value(count, given.learning_rate)
-        momentum = self.rules.momentum.value(count, given.momentum)
-        rate = None if rate is None else jnp.asarray(rate, dtype)
         squared = inner(gradient, direction).astype(dtype)
-        if self.options.norm_constraint is not None and rate is not None:
-            limit = jnp.asarray(self.options.norm_constraint, dtype)
+        if self.config.norm_constraint is not None and rate is not None:
+            limit = jnp.asarray(self.config.norm_constraint, dtype)
             scale = jnp.sqrt(limit / jnp.maximum(limit, rate**2 * squared))
             direction = combined([scale], [direction])
         vectors = (direction, state.velocities)
-        fixed = (None if rate is None else -rate, momentum)
         model = None
-        if self.rules.adapt_coefficients:
+        if rate is None or momentum is None:
             model = self.exact_model(vectors, gradient, func_args)
+            fixed = (None if rate is None else -rate, momentum)
             coefficients: Sequence[Any] = model.minimiser(damping, fixed)
         else:
-            coefficients = [jnp.asarray(c, dtype) for c in fixed]
+            coefficients = (-rate, momentum)
         update = combined(coefficients, vectors)
-        return Move(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
+        return ProposedUpdate(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
 
     def _outcome(
         self,
         state: OptimizerState,
         found: Evaluation,
-        move: Move,
+        proposed: ProposedUpdate,
         damping: Array,
         func_args: Sequence[PyTree],
-    ) -> dict[str, Any]:
-        """The new loss, the change that was expected, their ratio; NaN where nobody asks."""
-        dtype, unknown = damping.dtype, jnp.full((), jnp.nan, damping.dtype)
-        is_adaptive = isinstance(self.rules.damping, Adaptive)
-        is_due = self.adaptation.is_due(state.step_counter) if is_adaptive else False
+    ) -> Outcome:
+        config, dtype = self.config, damping.dtype
+        unknown = jnp.full((), jnp.nan, dtype)
+        is_adaptive = config.use_adaptive_damping
+        is_due = is_damping_due(config, state.step_counter) if is_adaptive else False
         change = unknown
-        if move.model is not None:
-            change = self._change(move.model, move, damping)
+        if proposed.model is not None:
+            change = self._predicted_change(proposed.model, proposed, damping)
         elif is_adaptive:
 
-            def compute(_: Any) -> Array:
-                if self.options.always_exact_model:
-                    model = self.exact_model(move.vectors, found.gradient, func_args)
+            def predict(_: Any) -> Array:
+                if config.always_use_exact_qmodel_for_damping_adjustment:
+                    model = self.exact_model(proposed.vectors, found.gradient, func_args)
                 else:
-                    model = self.approx_model(state, move.vectors, found.gradient)
-                return self._change(model, move, damping)
+                    model = self.approx_model(state, proposed.vectors, found.gradient)
+                return self._predicted_change(model, proposed, damping)
 
-            change = lax.cond(is_due, compute, lambda _: unknown, None)
+            change = lax.cond(is_due, predict, lambda _: unknown, None)
         new_loss = unknown
-        if self.needs_loss:
-            moved = lambda: combined([jnp.ones((), dtype)] * 2, [func_args[0], move.update])
-            loss_after = lambda _: self.loss((moved(), *func_args[1:])).astype(dtype)
-            is_wanted = True if self.options.use_step_rejection else is_due
+        if config.needs_loss:
+
+            def loss_after(_: Any) -> Array:
+                params, *rest = func_args
+                params = combined([jnp.ones((), dtype)] * 2, [params, proposed.update])
+                return self.loss((params, *rest)).astype(dtype)
+
+            is_wanted = True if config.use_step_rejection else is_due
             new_loss = lax.cond(is_wanted, loss_after, lambda _: unknown, None)
-        rejects = self.options.use_step_rejection
-        return {
-            "new_loss": new_loss,
-            "quad_model_change": change,
-            "rho": (new_loss - found.loss.astype(dtype)) / change,
-            "is_rejected": ~(new_loss <= found.loss) if rejects else jnp.zeros((), bool),
-        }
+        return Outcome(new_loss, change, (new_loss - found.loss.astype(dtype)) / change)
 
-    def loss(self, func_args: Sequence[PyTree]) -> Array:
-        """The value of the function alone; what else it computes is dropped by the compiler."""
-        return self._mean(self.function(func_args).loss)
+    def _predicted_change(
+        self, model: QuadraticModel, proposed: ProposedUpdate, damping: Array
+    ) -> Array:
+        included = damping if self.config.include_damping_in_quad_change else 0.0
+        return model.change(proposed.coefficients, included)
 
-    def _change(self, model: QuadraticModel, move: Move, damping: Array) -> Array:
-        included = damping if self.options.include_damping_in_quad_change else 0.0
-        return model.change(move.coefficients, included)
+    def _verdict(
+        self, is_finite_batch: Array, loss: Array, proposed: ProposedUpdate, outcome: Outcome
+    ) -> Verdict:
+        is_finite = is_finite_batch & proposed.has_finite_direction
+        # The last update is not finite if the state was restored so, and sums may overflow.
+        is_taken = is_finite & all_finite(proposed.update)
+        is_rejected = jnp.zeros((), bool)
+        if self.config.use_step_rejection:
+            is_taken &= outcome.new_loss <= loss
+            is_rejected = is_finite & ~is_taken
+        # If not the batch is to blame, the last update may be, against which no damping helps.
+        return Verdict(is_taken, is_rejected, is_finite_batch & ~is_taken)
 
     def _state_after(
         self,
         state: OptimizerState,
         update: PyTree,
-        flags: tuple[Array, Array],
+        verdict: Verdict,
         loss: Array,
-        outcome: dict[str, Any],
-        batch_size: Any,
+        outcome: Outcome,
+        batch_size: Array,
     ) -> OptimizerState:
-        is_fine, is_taken = flags
-        is_rejected = is_fine & ~is_taken
-        # After a rejection momentum begins anew: no damping would help against what it does.
+        config = self.config
+        is_taken, is_rejected, forgets_velocities = verdict
         zeros = jax.tree.map(jnp.zeros_like, update)
-        velocities = selected(is_taken, update, selected(is_rejected, zeros, state.velocities))
-        factor = jnp.asarray(self.options.reject_factor, state.damping_factor.dtype)
-        decay = jnp.asarray(self.adaptation.decay, factor.dtype)
-        if state.damping is None:
-            damping = None
-            falling = jnp.maximum(1, state.damping_factor * decay)
-            rising = jnp.minimum(state.damping_factor * factor, _LARGEST_FACTOR)
+        kept = selected(forgets_velocities, zeros, state.velocities)
+        velocities = selected(is_taken, update, kept)
+        damping, damping_factor = state.damping, state.damping_factor
+        if damping is None:
+            dtype = damping_factor.dtype
+            decay = jnp.asarray(config.damping_adaptation_decay, dtype)
+            increase = jnp.asarray(config.reject_damping_increase_factor, dtype)
+            falling = jnp.maximum(1, damping_factor * decay)
+            rising = jnp.minimum(damping_factor * increase, _LARGEST_FACTOR)
             damping_factor = jnp.where(is_taken, falling, rising)
         else:
-            damping_factor = state.damping_factor
-            is_due = self.adaptation.is_due(state.step_counter)
-            change, new_loss = outcome["quad_model_change"], outcome["new_loss"]
-            loss = loss.astype(new_loss.dtype)
-            adapted = self.adaptation.update(state.damping, loss, new_loss, change)
-            usual = jnp.where(is_due, adapted, state.damping)
-            damping = jnp.where(is_taken, usual, self.adaptation.raised(state.damping, factor))
-        seen = state.data_seen + self._total(batch_size, state.data_seen.dtype)
+            new_loss, change, _ = outcome
+            is_due = is_damping_due(config, state.step_counter)
+            adapted = adapted_damping(
+                config, damping, loss.astype(new_loss.dtype), new_loss, change
+            )
+            usual = jnp.where(is_due, adapted, damping)
+            damping = jnp.where(is_taken, usual, raised_damping(config, damping))
+        seen = state.data_seen + batch_size
         one = jnp.ones((), jnp.int32)
         return replace(
             state,
@@ -377,61 +475,58 @@ class Algorithm:
             data_seen=jnp.where(seen < state.data_seen, state.data_seen, seen),
             step_counter=state.step_counter + one,
             damping_factor=damping_factor,
-            skipped=state.skipped + jnp.where(is_fine, 0, one),
+            skipped=state.skipped + jnp.where(is_taken | is_rejected, 0, one),
             rejected=state.rejected + jnp.where(is_rejected, one, 0),
             is_stale=~is_taken,
         )
 
-    def _total(self, batch_size: Any, dtype: Any) -> Array:
-        """The batch size of all devices together."""
-        size = jnp.asarray(batch_size).astype(dtype)
-        return size if self.axis is None else lax.psum(size, self.axis)
-
     def _stats(
         self,
         found: Evaluation,
-        move: Move,
+        proposed: ProposedUpdate,
         damping: Array,
-        outcome: dict[str, Any],
+        outcome: Outcome,
         after: OptimizerState,
         func_args: Sequence[PyTree],
-        batch_size: Any,
+        batch_size: Array,
     ) -> dict[str, Any]:
         stats = {
             "step": after.step_counter - 1,
-            "batch_size": self._total(batch_size, after.data_seen.dtype),
+            "batch_size": batch_size,
             "data_seen": after.data_seen,
             "loss": found.loss,
-            "learning_rate": -move.coefficients[0],
-            "momentum": move.coefficients[1],
+            "learning_rate": -proposed.coefficients[0],
+            "momentum": proposed.coefficients[1],
             "damping": damping,
-            **{name: outcome[name] for name in ("rho", "new_loss", "quad_model_change")},
-            "scaled_grad_norm_sq": move.scaled_norm,
+            "rho": outcome.rho,
+            "new_loss": outcome.new_loss,
+            "quad_model_change": outcome.quad_model_change,
+            "scaled_grad_norm_sq": proposed.scaled_norm,
             "skipped": after.skipped,
         }
         if self.function.has_aux:
             stats["aux"] = found.aux
-        if self.options.include_registered_loss:
+        if self.statistics.registered_loss:
             stats["registered_loss"] = self._mean(self.exact.mean_loss(func_args))
-        if self.options.use_step_rejection:
+        if self.config.use_step_rejection:
             stats["rejected"] = after.rejected
-        direction, _ = move.vectors
+        direction, _ = proposed.vectors
         trees = {
             "param": func_args[0],
             "grad": found.gradient,
             "precon_grad": direction,
-            "update": move.update,
+            "update": proposed.update,
         }
         for name, tree in trees.items():
-            if self.options.include_norms:
+            if self.statistics.norms:
                 stats[f"{name}_norm"] = norm(tree)
-            if self.options.include_param_norms:
+            if self.statistics.per_param_norms:
                 stats[f"{name}_norms"] = norms(tree)
         return stats
 
 
 def burnin_key(rng: Array, number: Any) -> Array:
-    """The random key of one of the updates before the first step, from that of the step."""
+    """Return the random key of an update before the first step, from the key of that step."""
     return jax.random.fold_in(jax.random.fold_in(rng, 1), number)
 
 

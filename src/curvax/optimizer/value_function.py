@@ -1,4 +1,4 @@
-"""The user's function: how it is called, what it returns, and where its losses are registered."""
+"""The user-supplied function: how it is called, what it returns, where it registers losses."""
 
 import inspect
 from collections.abc import Callable, Sequence
