@@ -75,9 +75,9 @@ def hessian(
 
     except that one block is computed at a time, and only one triangle of the matrix. On a mesh and
     on disk, where each device or block has rows of its own, and with `jit=False`, full rows are
-    computed. It is compiled once for what `f` does and each shape of `x`. Where `f` has a derivative
-    rule of its own that is not its derivative, the second derivatives are not symmetric: take
-    `jacobian(jax.grad(f), x)`.
+    computed. It is compiled once for what `f` does and each shape of `x`. Where `f` has a
+    derivative rule of its own that is not its derivative, the second derivatives are not symmetric:
+    take `jacobian(jax.grad(f), x)`.
 
     Arguments:
         f: a real scalar function of a pytree.
