@@ -190,6 +190,33 @@ class TestMemoryOfGroups:
         assert len(plans[0].trials) <= 4
 
 
+@pytest.mark.parametrize(
+    ("options", "by_triangle"),
+    [
+        ({}, True),
+        ({"jit": False}, False),
+        ({"memory_budget": "1MB"}, True),
+        ({"mesh": "one device"}, False),
+        ({"out": "x.zarr"}, False),
+    ],
+    ids=str,
+)
+def test_one_triangle_is_computed_by_one_compiled_program_on_one_device(
+    options, by_triangle, tmp_path, monkeypatch
+):
+    computed = CountTraces(hessian_module.compute_triangle)
+    monkeypatch.setattr(hessian_module, "compute_triangle", computed)
+    if "mesh" in options:
+        options = {"mesh": jax.make_mesh((1,), ("devices",))}
+    elif "out" in options:
+        options = {"out": tmp_path / "x.zarr"}
+    f = lambda x: jnp.sum(x[0] ** 3) * jnp.sum(jnp.sin(x[1]))
+    x = [normal(0, 3), normal(1, 2)]
+    H, _ = curvax.hessian(f, x, **options)
+    assert (computed.count > 0) == by_triangle
+    assert_same(H[...], naive_hessian(f, x), 1e-10, 1e-10)
+
+
 def test_planning_shows_no_bars(capsys):
     f = lambda p: jnp.sum(p["a"] ** 3) * jnp.sum(p["b"])
     x = {"a": normal(0, 3), "b": normal(1, 2)}

@@ -189,7 +189,7 @@ class TestAddressSpace:
     def test_a_process_with_a_limit_is_told_less(self):
         code = (
             "import resource; from pathlib import Path\n"
-            "from curvax.memory._available import _of_address_space, _of_host\n"
+            "from curvax.memory.budget import _of_address_space, _of_host\n"
             "before = _of_host(Path('/'))\n"
             "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
             "resource.setrlimit(resource.RLIMIT_AS, (size + 50_000_000, resource.RLIM_INFINITY))\n"

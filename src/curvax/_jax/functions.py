@@ -9,6 +9,13 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from curvax._jax.arrays import varying_axes
+from curvax._jax.jaxprs import (
+    ScanForm,
+    checkpointed,
+    inner_program,
+    is_literal,
+    run_equation,
+)
 
 __all__ = [
     "call_key",
@@ -72,9 +79,70 @@ def trace_with_constants(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]
     """`fun` traced for arguments like these, as a closed jaxpr, and the shapes of its result.
 
     Its constants, what the function closed over, are arrays, or tracers of the transformation in
-    which this is called. See `with_constants`.
+    which this is called. Those of jitted functions that it calls are among them, unless they are
+    small. See `with_constants`.
     """
-    return jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
+    program, shapes = jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
+    if any(map(_hides_constants, program.jaxpr.eqns)):
+        run = lambda *args: _run_hoisted(program, jax.tree.leaves(args))
+        program = jax.make_jaxpr(run)(*args)
+    return program, shapes
+
+
+# Constants of jitted functions inside a traced one. JAX keeps them in the equation that calls the
+# function, out of reach. Such calls are inlined, also inside `checkpoint` and `scan`.
+
+SMALL_BYTES = 2**16
+"""Constants that take less stay where they are: they make no difference to a memory budget."""
+
+
+def _hides_constants(equation: Any) -> bool:
+    """Whether a call has large constants, in itself or in what it calls."""
+    kind, inner = inner_program(equation)
+    if kind not in ("call", "checkpoint", "scan") or _says_shardings(equation):
+        return False
+    large = any(getattr(const, "nbytes", 0) >= SMALL_BYTES for const in inner.consts)
+    return large or any(map(_hides_constants, inner.jaxpr.eqns))
+
+
+def _says_shardings(equation: Any) -> bool:
+    """Whether a jitted function was given shardings, which inlining would lose."""
+    names = "in_shardings", "out_shardings"
+    given = [each for name in names for each in equation.params.get(name, ())]
+    return any(type(each).__name__ != "UnspecifiedValue" for each in given)
+
+
+def _run_hoisted(program: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Run a closed jaxpr with those calls inlined that hide constants."""
+    jaxpr = program.jaxpr
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*program.consts, *leaves], strict=True))
+    read = lambda atom: atom.val if is_literal(atom) else values[atom]
+    for equation in jaxpr.eqns:
+        run = _run_entered if _hides_constants(equation) else run_equation
+        outputs = run(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _run_entered(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Run an equation whose program hides constants."""
+    kind, inner = inner_program(equation)
+    if kind == "call":
+        return _run_hoisted(inner, inputs)
+    if kind == "checkpoint":
+        return checkpointed(equation, lambda *leaves: _run_hoisted(inner, leaves))(*inputs)
+    form = ScanForm.of(equation)
+    consts, rest = inputs[: form.num_consts], inputs[form.num_consts :]
+    init, xs = list(rest[: form.num_carry]), list(rest[form.num_carry :])
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = _run_hoisted(inner, [*consts, *carry, *x])
+        return outputs[: form.num_carry], outputs[form.num_carry :]
+
+    options: Any = {"length": form.length, "reverse": form.reverse, "unroll": form.unroll}
+    carry, ys = jax.lax.scan(step, init, xs, **options)
+    return [*carry, *ys]
 
 
 def with_constants(program: Any) -> Callable[..., list[Any]]:

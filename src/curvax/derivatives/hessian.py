@@ -74,9 +74,10 @@ def hessian(
         return H, unflatten
 
     except that one block is computed at a time, and only one triangle of the matrix. On a mesh and
-    on disk, where each device or block has rows of its own, full rows are computed. It is compiled
-    once for what `f` does and each shape of `x`. Where `f` has a derivative rule of its own that is
-    not its derivative, the second derivatives are not symmetric: take `jacobian(jax.grad(f), x)`.
+    on disk, where each device or block has rows of its own, and with `jit=False`, full rows are
+    computed. It is compiled once for what `f` does and each shape of `x`. Where `f` has a
+    derivative rule of its own that is not its derivative, the second derivatives are not symmetric:
+    take `jacobian(jax.grad(f), x)`.
 
     Arguments:
         f: a real scalar function of a pytree.
@@ -194,12 +195,13 @@ def hessian(
 def computes_one_triangle(options: Options) -> bool:
     """Whether a Hessian is computed by one triangle and mirrored, rather than by full rows.
 
-    It is wherever the matrix is in the memory of one device. On a mesh and on disk each device or
-    block has rows of its own, and mirrored elements would belong to others: on a mesh they would
-    have to be communicated, and on disk a block would be written several times. There all of each
-    row is computed, which is about twice the work.
+    It is where one compiled program fills the matrix in the memory of one device. On a mesh and on
+    disk each device or block has rows of its own, and mirrored elements would belong to others: on
+    a mesh they would have to be communicated, and on disk a block would be written several times.
+    With `jit=False`, each group of rows has a loop that JAX would compile at each call. There full
+    rows are computed, which is about twice the work.
     """
-    return options.axis is None and not options.to_disk
+    return options.jit and options.axis is None and not options.to_disk
 
 
 # `hessian_diagonal`: second derivatives by each coordinate, and never the matrix.
