@@ -138,13 +138,13 @@ class SplitProblem:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices along an axis of a mesh, or without one that which JAX takes by default."""
+    """The devices along an axis of a mesh; without a mesh, JAX's default device."""
 
     axis: MeshAxis | None
     replicated: bool
-    """Whether results are to be whole on every device."""
+    """Whether results are to be replicated."""
     to_disk: bool
-    """Whether results go to disk. Then devices take blocks in turn, and have no shares."""
+    """Whether results go to disk. Then each device takes the next block, and none has columns."""
 
     @classmethod
     def of(
@@ -164,23 +164,22 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return 1 if self.axis is None else self.axis.count
 
     @property
     def is_shared(self) -> bool:
-        """Whether they are those of several processes."""
+        """Whether the mesh is multi-process."""
         return self.axis is not None and self.axis.is_multi_process
 
     def share(self, length: int) -> int:
-        """How many of so many columns each of them computes, at most."""
+        """Return how many of `length` columns each of them computes, at most."""
         return length if self.to_disk else -(-length // self.count)
 
     def checked(self, name: str, tree: PyTree, where: str) -> PyTree:
-        """Arrays that the user gave, if they can be used on these devices.
+        """Check that arrays can be used on these devices, and replicate them along explicit axes.
 
-        Those of which the type says that they are split are made whole: unit vectors are not split,
-        and tangents must be of the types of what they are tangent to.
+        Tangents must have the types of their primals, and unit vectors are replicated.
         """
         axis = self.axis
         if axis is None:
@@ -188,17 +187,17 @@ class Devices:
         if axis.is_multi_process and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
             check_agreement(describe(name, tree), where)
         axis.check_placement(name, tree, where)
-        return jax.tree.map(lambda leaf: _unsplit(leaf, axis), tree)
+        return jax.tree.map(lambda leaf: _replicated(leaf, axis), tree)
 
     def placed(self, tree: PyTree) -> PyTree:
-        """Arrays that are whole on every device; those that are on the mesh stay as they are."""
+        """Replicate arrays on all devices; committed ones stay where they are."""
         if self.axis is None:
             return tree
         replicated = self.axis.sharding(None)
         return jax.tree.map(lambda x: x if is_committed(x) else jax.device_put(x, replicated), tree)
 
     def check_closed_over(self, fun: Fun, x: PyTree, where: str) -> None:
-        """Check that what a function closes over can get to where it runs."""
+        """Check that a function closes over no arrays that `shard_map` rejects."""
         if self.axis is None or AxisType.Explicit not in self.axis.mesh.axis_types:
             return
         for const in jax.make_jaxpr(fun)(x).consts:
@@ -211,7 +210,7 @@ class Devices:
                 )
 
     def check_progress(self, where: str) -> None:
-        """Check that a program can call back from there, for a progress bar."""
+        """Check that programs on this mesh can call back, for a progress bar."""
         if self.axis is None:
             return
         kinds = dict(zip(self.axis.mesh.axis_names, self.axis.mesh.axis_types, strict=True))
@@ -223,8 +222,8 @@ class Devices:
             )
 
 
-def _unsplit(x: Array, axis: MeshAxis) -> Array:
-    """An array that is whole by its type; there is nothing to do but on explicit mesh axes."""
+def _replicated(x: Array, axis: MeshAxis) -> Array:
+    """Return an array that is replicated by its type; others than on explicit axes are."""
     if _jax.sharding_of(x) is None:
         return x
     move = jax.sharding.reshard if _jax.is_tracer(x) else jax.device_put
@@ -232,7 +231,7 @@ def _unsplit(x: Array, axis: MeshAxis) -> Array:
 
 
 def _check_processes(axis: MeshAxis, where: str) -> None:
-    """Check that a mesh belongs to one process or to all, since all those there are are asked."""
+    """Check that a mesh has devices of one process or of all, which then make the same calls."""
     found = {device.process_index for device in axis.mesh.devices.flat}
     if 1 < len(found) < jax.process_count():
         raise ValueError(

@@ -13,7 +13,7 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.devices.task_assignment import shares
+from curvax.devices.task_assignment import assign
 from curvax.optimizer.state import combined, inner_products, number_type
 
 __all__ = ["L2", "Preconditioner", "Schedules", "is_turn", "run_if"]
@@ -151,7 +151,7 @@ class Preconditioner:
             due = _either(is_turn(step, period), is_stale)
             return run_if(due, functools.partial(refresh, None), state)
         blocks = self.estimator.blocks or ()
-        owners = shares([block.cache_work for block in blocks], period)
+        owners = assign([block.cache_work for block in blocks], period)
         for turn in range(period):
             own = [number for number, owner in enumerate(owners) if owner == turn]
             if own:
