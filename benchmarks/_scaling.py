@@ -27,7 +27,7 @@ from _scaling_models import Model
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.linalg.kronecker import DenseSide
 from curvax.curvature.sharded import ShardedCurvature
-from curvax.devices.task_assignment import shares
+from curvax.devices.task_assignment import assign
 
 __all__ = ["PLANS", "Collective", "Passes", "Plan", "Step"]
 
@@ -185,7 +185,7 @@ class Step:
             work = sum(side.work for side in shard.sides)
             loads += [work * len(own) for own in shard.places]
         tasks = [float(rows) ** 3 for rows, number, _ in self._matrices() for _ in range(number)]
-        owners = shares(tasks, self.count) if self.plan.shares_work else None
+        owners = assign(tasks, self.count) if self.plan.shares_work else None
         return float(np.max(loads + _loads(tasks, owners, self.count)))
 
     def _preconditioning(self) -> float:
@@ -205,7 +205,7 @@ class Step:
     def _owners(self) -> list[int] | None:
         """Who multiplies by which of the whole blocks, if that is shared out."""
         work = [block.multiply_work for block, _ in self.whole]
-        return shares(work, self.count) if self.plan.shares_work else None
+        return assign(work, self.count) if self.plan.shares_work else None
 
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """Of matrices that are inverted and that all devices have: rows, number, bytes of each.

@@ -110,7 +110,11 @@ def maps_of(f: Callable[..., Any], chunk: int) -> list[Candidate]:
         ),
         Candidate("powerpax.chunked_vmap", lambda w, x: powerpax.chunked_vmap(closed(w), chunk)(x)),
         ours("chunked_vmap", curvax.chunked_vmap(f, chunk, in_axes=(None, 0))),
-        ours("micro_vmap", curvax.micro_vmap(f, (None, 0), microbatch_size=chunk)),
+        # Contiguous, as the peers' chunks are; the default order is for batches that are sharded.
+        ours(
+            "micro_vmap",
+            curvax.micro_vmap(f, (None, 0), microbatch_size=chunk, order="contiguous"),
+        ),
     ]
 
 

@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "curvax"
 
 FOUNDATION = {
     "_types": set(),
+    "_dtypes": {"_types"},
     "_errors": set(),
     "_table": set(),
     "_jax": {"_types"},

@@ -3,7 +3,7 @@
 import operator
 from typing import Any
 
-__all__ = ["as_integer", "check_size"]
+__all__ = ["as_integer", "check_divides", "check_size"]
 
 
 def as_integer(x: Any) -> int | None:
@@ -27,3 +27,17 @@ def check_size(name: str, size: Any, where: str) -> int | None:
     if number < 1:
         raise ValueError(f"{where}: {name} must be at least 1, got {number}.")
     return number
+
+
+def check_divides(count: int, length: int, what: str, split: str, where: str) -> None:
+    """Check that `what`, which has `length` examples, can be split evenly by `count`.
+
+    `split` is how: "among 8 devices", or "into microbatches of 8".
+    """
+    if length % count:
+        lower = length - length % count
+        one_of = f"{lower} or {lower + count}" if lower else f"{count}"
+        raise ValueError(
+            f"{where}: {what} is split evenly {split}, but has {length} examples, which {count} "
+            f"does not divide. Use {one_of}."
+        )

@@ -234,3 +234,13 @@ def test_the_name_and_signature_of_the_function_are_kept():
     chunked = curvax.chunked_vmap(simulate, 2)
     assert chunked.__name__ == "simulate"
     assert chunked.__doc__ == "Says what it does."
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"memory_budget": "1MB"}])
+def test_arguments_that_are_not_mapped_may_be_arrays_of_text(options):
+    scaled = lambda x, unit: x * {"m": 1.0, "km": 1000.0}[unit[0]]
+    mapped = curvax.chunked_vmap(scaled, in_axes=(0, None), **options)
+    for unit, factor in (("m", 1.0), ("km", 1000.0)):
+        np.testing.assert_array_equal(
+            mapped(jnp.arange(4.0), np.array([unit])), factor * np.arange(4.0)
+        )

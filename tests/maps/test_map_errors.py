@@ -265,9 +265,16 @@ def test_a_traced_number_of_microbatches_has_no_reverse_derivative():
         jax.jit(jax.grad(lambda x, number: jnp.sum(micro(x, number))))(X, 2)
 
 
+@pytest.mark.parametrize("name", ["transform_fn", "metrics_fn"])
+def test_what_is_applied_to_gradients_must_be_a_function(unchecked, name):
+    words = rf"curvax.micro_grad: {name} must be a function .* got None. Leave it out for none"
+    with pytest.raises(TypeError, match=words):
+        curvax.micro_grad(lambda w, x: w, **{name: None})
+
+
 class TestReshape:
     def test_the_size_must_divide_the_axis(self):
-        with pytest.raises(ValueError, match=r"=2 does not divide axis 0 of tree\['a'\].* size 5"):
+        with pytest.raises(ValueError, match=r"axis 0 of tree\['a'\] .* 5 examples.* Use 4 or 6"):
             curvax.reshape_batch_axis({"a": X}, 2)
 
     def test_the_axis_must_exist(self):

@@ -319,3 +319,19 @@ def test_rows_of_every_dtype_come_back_in_their_places(dtype, order):
     batched = curvax.microbatch(lambda x: x * x, 0, 3, **options)
     for fun in (mapped, batched):
         assert_same(jax.jit(fun)(x), x * x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, None])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_running_mean_does_not_overflow_where_the_mean_does_not(size, order):
+    """Nor inside a microbatch, whose own sum would; and its gradient is that of the mean."""
+    x = jnp.full(10, 3e38, jnp.float32)
+    mean = curvax.micro_vmap(
+        lambda x: x,
+        microbatch_size=size,
+        accumulator=AccumulationType.RUNNING_MEAN,
+        order=order,
+    )
+    assert jnp.isinf(jnp.sum(x))
+    np.testing.assert_allclose(mean(x), 3e38, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(mean)(x), np.full(10, 0.1), rtol=1e-6)

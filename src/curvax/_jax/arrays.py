@@ -22,12 +22,12 @@ __all__ = [
     "is_tracer",
     "is_tracing",
     "is_varying",
+    "kept_replicated",
     "mesh_of",
     "no_mesh",
     "resized",
     "shape_of",
     "sharding_of",
-    "undivided",
     "unplaced",
     "unsharded_along",
     "unwrap_keys",
@@ -125,12 +125,12 @@ def can_transpose_gather(x: Array) -> bool:
 
 
 def has_automatic_axes() -> bool:
-    """Whether there is a mesh with axes along which the compiler splits arrays as it likes."""
+    """Whether there is a mesh with `Auto` axes, along which the compiler shards as it likes."""
     return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
 
 
-def undivided(x: Array) -> Array:
-    """`x`, of which the compiler may not give devices along automatic mesh axes a part each."""
+def kept_replicated(x: Array) -> Array:
+    """Constrain `x` to be replicated along the `Auto` axes of the mesh around, if there is one."""
     if not has_automatic_axes() or is_key(x):
         return x
     everywhere = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())

@@ -37,7 +37,7 @@ from curvax.curvature.microbatching import (
     check_separate,
     length_of,
 )
-from curvax.devices.task_assignment import share_out
+from curvax.devices.task_assignment import run_assigned
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
@@ -624,7 +624,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
 
         work = [self._known.blocks[number].multiply_work for number in self._whole]
         shared = axis if self._distributed_multiplies else None
-        found = share_out([task(number) for number in self._whole], work, shared)
+        found = run_assigned([task(number) for number in self._whole], work, shared)
         return dict(zip(self._whole, found, strict=True))
 
     def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:

@@ -12,6 +12,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
+from curvax._dtypes import at_least_single
 from curvax._errors import as_integer
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
@@ -324,7 +325,7 @@ def _divided(tree: PyTree, batch_size: Number, root: bool) -> PyTree:
     """Arrays divided by the batch size or its root, which half precision may not hold."""
 
     def divide(x: Array) -> Array:
-        wide = jnp.dtype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x.dtype
+        wide = at_least_single(x.dtype)
         size = jnp.asarray(batch_size).astype(wide)
         return (x.astype(wide) / (jnp.sqrt(size) if root else size)).astype(x.dtype)
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from curvax import _jax
+from curvax._errors import check_divides
 from curvax._tree import leaf_name
 from curvax._types import Array, PyTree
 
@@ -194,16 +195,10 @@ class MeshAxis:
     def check_divides(
         self, length: int, what: str, where: str, *, is_of_process: bool = False
     ) -> None:
-        """Check that as many can be dealt out evenly: among all devices, or this process's own."""
+        """Check that devices divide a number of examples: all of them, or those of this process."""
         count = self.local_count if is_of_process else self.count
-        if length % count:
-            lower = length - length % count
-            one_of = f"{lower} or {lower + count}" if lower else f"{count}"
-            raise ValueError(
-                f"{where}: {what} is split evenly among {count} devices of "
-                f"{'this process' if is_of_process else 'the mesh'}, but has {length} examples, "
-                f"which {count} does not divide. Use {one_of}."
-            )
+        whose = "this process" if is_of_process else "the mesh"
+        check_divides(count, length, what, f"among {count} devices of {whose}", where)
 
     def check_placement(self, name: str, tree: PyTree, where: str) -> None:
         """Check that committed arrays live on the mesh's devices."""

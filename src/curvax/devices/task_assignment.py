@@ -1,8 +1,9 @@
-"""Tasks that are shared out among the devices of a mapped axis, so that all have about as much.
+"""Assignment of tasks to the devices of a mapped axis, so that all have about as much work.
 
-All devices run one program, with a branch for each share; every task is in one of them. So the
-program grows with the tasks and not with the devices. What a device computes is laid end to end in
-one buffer for each dtype, and what all have computed is put together by one operation for each.
+All devices run one program (SPMD), with a branch for each device that has tasks; every task is in
+one of them. So the program grows with the tasks and not with the devices. What a device computes is
+concatenated to one buffer for each dtype, and the buffers of all devices are gathered or summed by
+one operation for each dtype.
 """
 
 import math
@@ -17,38 +18,38 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 
-__all__ = ["own_rows", "share_out", "shares", "with_whole_arrays"]
+__all__ = ["assign", "own_rows", "run_assigned", "with_replicated_arrays"]
 
 
-# `with_whole_arrays`: functions that only some devices run, or not all equally often.
+# `with_replicated_arrays`: functions that only some devices run, or not all equally often.
 #
-# Along automatic axes of a mesh the compiler splits arrays as it likes, and sends parts of them
-# where they are needed. But devices that do not run the same must not wait for each other there.
+# Along `Auto` axes of a mesh the compiler shards arrays as it likes, and inserts collectives where
+# they are needed. In a function that some devices do not run, these would wait forever.
 
 
-def with_whole_arrays(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`fun`, in which nothing is sent: the arrays it closes over are put together here.
+def with_replicated_arrays(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return `fun` without collectives inside: the arrays it closes over are gathered outside.
 
     Arguments:
-        fun: a function of arrays that are whole, if any.
+        fun: a function of replicated arrays, if any.
         args: such arguments, or their shapes. It is traced for these.
     """
     if not _jax.has_automatic_axes():
         return fun
     program, shapes = _jax.trace_with_constants(fun, *args)
     traced = _jax.with_constants(program)
-    arrays = [_jax.undivided(x) for x in program.consts]
+    arrays = [_jax.kept_replicated(x) for x in program.consts]
 
     def with_these(*args: Any) -> Any:
-        # Said again within: otherwise what becomes of the result could have them split.
-        found = traced(*map(_jax.undivided, arrays), *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), map(_jax.undivided, found))
+        # Constrained again inside, or how the result is used could shard them there.
+        found = traced(*map(_jax.kept_replicated, arrays), *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), map(_jax.kept_replicated, found))
 
     return with_these
 
 
-def shares(work: Sequence[float], count: int) -> list[int]:
-    """Who does which task, of `count`: the largest first, each to who has the least so far."""
+def assign(work: Sequence[float], count: int) -> list[int]:
+    """Return the device of each task, of `count`: largest first, each to the least loaded."""
     loads = [0.0] * count
     owners = [0] * len(work)
     for task in sorted(range(len(work)), key=lambda k: -work[k]):
@@ -58,12 +59,12 @@ def shares(work: Sequence[float], count: int) -> list[int]:
     return owners
 
 
-def share_out(
+def run_assigned(
     tasks: Sequence[Callable[[], PyTree]], work: Sequence[float], axis_name: str | None
 ) -> list[PyTree]:
-    """What all tasks return, each computed on one device of a mapped axis and sent to all.
+    """Run each task on one device of a mapped axis, and return all results on every device.
 
-    Equal to `[task() for task in tasks]`, which is also what is done without an axis.
+    Equal to `[task() for task in tasks]`, which is also what is run without an axis.
 
     Arguments:
         tasks: functions without arguments, of the same values on all devices.
@@ -76,28 +77,28 @@ def share_out(
     if axis_name is None or not tasks:
         return [task() for task in tasks]
     count, asking = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    owners = shares(work, count)
+    owners = assign(work, count)
     shapes = [jax.eval_shape(task) for task in tasks]
     leaves, structure = jax.tree.flatten(shapes)
     owner_of = [who for who, own in zip(owners, shapes, strict=True) for _ in jax.tree.leaves(own)]
-    # Of what is gathered the type says that it may differ between devices, which some check.
+    # The type of what is gathered says that it varies over the axis, which `check_vma` rejects.
     may_gather = not _jax.is_varying(asking)
     dtypes = dict.fromkeys(x.dtype for x in leaves)
     layouts = [_Layout.of(leaves, owner_of, dtype, count, may_gather) for dtype in dtypes]
 
-    tasks = [with_whole_arrays(task) for task in tasks]
+    tasks = [with_replicated_arrays(task) for task in tasks]
 
-    def share_of(device: int) -> list[Array]:
+    def run_tasks_of(device: int) -> list[Array]:
         mine = [task() for task, who in zip(tasks, owners, strict=True) if who == device]
         filled = [layout.filled(jax.tree.leaves(mine), device) for layout in layouts]
-        return [_jax.undivided(_jax.varying_like(x, *leaves, asking)) for x in filled]
+        return [_jax.kept_replicated(_jax.varying_like(x, *leaves, asking)) for x in filled]
 
-    # Those who have nothing to do have one branch together, that of the last.
+    # Devices without tasks have one branch together, that of the last.
     branch_owners = sorted({*owners, count - 1})
-    branches = [lambda who=who: share_of(who) for who in branch_owners]
+    branches = [lambda who=who: run_tasks_of(who) for who in branch_owners]
     branch_of = [branch_owners.index(who if who in owners else count - 1) for who in range(count)]
     own = lax.switch(jnp.asarray(branch_of, jnp.int32)[asking], branches)
-    own = [_jax.undivided(x) for x in own]
+    own = [_jax.kept_replicated(x) for x in own]
     found: list[Any] = [None] * len(leaves)
     for layout, buffer in zip(layouts, own, strict=True):
         for place, x in layout.of_all(buffer, axis_name):
@@ -107,11 +108,11 @@ def share_out(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where results of one dtype are in a buffer of each device, and in that of all together.
+    """Where the results of one dtype are in the buffer of each device, and in the gathered one.
 
-    Buffers are gathered, each as long as the longest. Where most of that would be zeros, as with
-    many devices and few tasks, each device has its results in a buffer for those of all, and these
-    are added up instead, which sends everything twice.
+    The buffers, each as long as the longest, are all-gathered. Where most of that would be padding,
+    as with many devices and few tasks, each device writes its results into a buffer for those of
+    all, and these are summed instead, which communicates twice as much.
     """
 
     dtype: Any
@@ -150,17 +151,17 @@ class _Layout:
         return cls(dtype, places, begins, sizes, offsets, length, is_gathered)
 
     def filled(self, results: Sequence[Array], device: int) -> Array:
-        """The buffer of a device that has these results, with zeros around them."""
+        """Return the buffer of a device that has these results, padded with zeros."""
         mine = [x.reshape(-1) for x in results if x.dtype == self.dtype]
         before = self.offsets[device]
         after = self.length - before - sum(x.size for x in mine)
         zeros = lambda size: jnp.zeros(size, self.dtype)
         flat = jnp.concatenate([zeros(before), *mine, zeros(after)])
-        # A sum of truth values is a number.
+        # A sum of booleans is an integer.
         return flat.astype(jnp.uint8) if self.dtype == bool else flat
 
     def of_all(self, own: Array, axis_name: str) -> list[tuple[int, Array]]:
-        """The places and values of all results, from the buffer of each device."""
+        """Return the positions and values of all results, from the buffer of each device."""
         if self.is_gathered:
             buffer = lax.all_gather(own, axis_name, tiled=True)
         else:
@@ -171,21 +172,21 @@ class _Layout:
         ]
 
 
-# `own_rows`: a loop on each device over those rows that are its own.
+# `own_rows`: a loop on each device over its own rows.
 
 
 def own_rows(
     each: Callable[[Array], PyTree], numbers: Sequence[Sequence[int]], device: Array, into: PyTree
 ) -> PyTree:
-    """`into` with `each(number)` in the rows of which the numbers are a device's own.
+    """Return `into` with `each(number)` in those rows that are assigned to a device.
 
-    Devices run the same program for as long as they have rows to compute. It does not grow with
-    their number, and there is no reverse derivative.
+    Devices run one loop, each for as many steps as it has rows. The program does not grow with the
+    number of devices, and has no reverse derivative.
 
     Arguments:
-        each: computes a row.
-        numbers: for each device the numbers of its rows.
-        device: the number of the device that asks; it may be traced.
+        each: computes a row from its index.
+        numbers: for each device the indices of its rows.
+        device: the index of this device; it may be traced.
         into: arrays with rows like those that are computed.
     """
     longest = max(map(len, numbers), default=0)
@@ -199,7 +200,7 @@ def own_rows(
         write = lambda x, row: lax.dynamic_update_index_in_dim(x, row, number, 0)
         return jax.tree.map(write, rows, each(number))
 
-    each = with_whole_arrays(each, table[device, 0])
-    into = jax.tree.map(lambda x: _jax.undivided(_jax.varying_like(x, device)), into)
+    each = with_replicated_arrays(each, table[device, 0])
+    into = jax.tree.map(lambda x: _jax.kept_replicated(_jax.varying_like(x, device)), into)
     found = lax.fori_loop(0, lengths[device], body, into)
-    return jax.tree.map(_jax.undivided, found)
+    return jax.tree.map(_jax.kept_replicated, found)

@@ -2,7 +2,7 @@
 
 `ScanProgram` numbers the steps in the order in which they run, so that the loops built on it need
 not think about `reverse`: step t reads and writes position t, or `length - 1 - t`. It reads `xs`
-in place (`curvax._rows`) wherever the loop stands, so they are not copied to be scanned over.
+in place (`curvax._slicing`) wherever the loop stands, so they are not copied to be scanned over.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax import _jax, _slicing
+from curvax._dtypes import promote_weak
 from curvax._errors import as_integer
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size
@@ -181,7 +182,7 @@ def _traced(program: ScanProgram, where: str) -> ScanProgram:
     init = program.init
     body, carry, outputs = _trace_body(program, init, where)
     if jax.tree.structure(carry) == jax.tree.structure(init):
-        promoted = jax.tree.map(_promote_weak, init, carry)
+        promoted = jax.tree.map(promote_weak, init, carry)
         if _types(promoted) != _types(init):
             init = promoted
             body, carry, outputs = _trace_body(program, init, where)
@@ -205,11 +206,6 @@ def _trace_body(program: ScanProgram, init: Carry, where: str) -> tuple[Body, Ca
             f"structure {jax.tree.structure(returned)}."
         )
     return body, *returned
-
-
-def _promote_weak(given: Array, returned: Any) -> Array:
-    weak = jax.typeof(given).weak_type and given.dtype != returned.dtype
-    return given.astype(jnp.result_type(given, returned)) if weak else given
 
 
 def _check_carry(given: Carry, returned: Carry, where: str) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from curvax._dtypes import at_least_single
 from curvax._types import Array
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "replicated_one_hot",
     "sum_of_events",
     "transposed",
-    "wide",
     "widened",
     "widest",
 ]
@@ -32,15 +32,10 @@ Shape = tuple[int, ...]
 Factor = Callable[[Array], tuple[Array, ...]]
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype in which to compute with numbers of that dtype: float32 for half precision."""
-    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else jnp.dtype(dtype)
-
-
 def widened(x: ArrayLike) -> Array:
     """Real numbers in the dtype in which to compute with them."""
     array = jnp.asarray(x)
-    return array.astype(wide(array.dtype))
+    return array.astype(at_least_single(array.dtype))
 
 
 def widest(arrays: Iterable[Array]) -> Any:

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from curvax._dtypes import at_least_single
 from curvax._types import Array
 from curvax.losses.arithmetic import (
     Shape,
     over_examples,
     replicated_one_hot,
     transposed,
-    wide,
     widest,
 )
 
@@ -309,7 +309,7 @@ class LossFunction(abc.ABC):
 
     def _times(self, x: Array, mode: str = "regular") -> Array:
         """`x` times the weight, or its square root."""
-        weight = jnp.asarray(self.weight).astype(wide(x.dtype))
+        weight = jnp.asarray(self.weight).astype(at_least_single(x.dtype))
         return over_examples(jnp.sqrt(weight) if mode == "sqrt" else weight, x) * x
 
     def _weighted(self, arrays: tuple[Array, ...], mode: str = "regular") -> tuple[Array, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from curvax._dtypes import at_least_single
 from curvax._types import Array
-from curvax.losses.arithmetic import over_examples, wide
+from curvax.losses.arithmetic import over_examples
 from curvax.losses.distributions import Normal
 from curvax.losses.loss_function import WithTargets
 from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
@@ -91,5 +92,5 @@ class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss
 
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array]:
         """As `multiply_fisher_factor`, without the weight."""
-        variance = jnp.asarray(self._variance).astype(wide(vector.dtype))
+        variance = jnp.asarray(self._variance).astype(at_least_single(vector.dtype))
         return (vector / over_examples(jnp.sqrt(variance), vector),)

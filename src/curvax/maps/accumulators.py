@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from curvax import _jax
+from curvax._dtypes import promote_weak
 from curvax._tree import broadcast_prefix
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.maps.arguments import normal_axis
@@ -235,7 +236,10 @@ class _User:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         after = jax.eval_shape(self.accumulator.update, carry, value, index)
         same = jax.tree.structure(carry) == jax.tree.structure(after)
-        return jax.tree.map(_adopt_type, carry, after) if same else carry
+        if not same:
+            return carry
+        adopt = lambda given, returned: _jax.varying_like(promote_weak(given, returned), returned)
+        return jax.tree.map(adopt, carry, after)
 
     def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
         index = jnp.asarray(chunk.index, jnp.int32)
@@ -276,12 +280,6 @@ class _User:
 
     def _value(self, value: PyTree) -> PyTree:
         return self.accumulator.aggregate(value) if self.per_example else value
-
-
-def _adopt_type(given: Array, returned: Any) -> Array:
-    """A number of weak type takes on the dtype that comes back, as in any loop of JAX."""
-    weak = jax.typeof(given).weak_type and given.dtype != returned.dtype
-    return _jax.varying_like(given.astype(returned.dtype) if weak else given, returned)
 
 
 def _shape_and_dtype(x: Array) -> str:

@@ -36,8 +36,8 @@ __all__ = [
 #
 # `reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value
 # to a reducer. Successive chunks of one size share one loop body; a chunk that stands alone is run
-# without a loop. Inputs are read, and collected outputs written, in place (`curvax._rows`), so that
-# beside the inputs and the result only one chunk exists at a time.
+# without a loop. Inputs are read, and collected outputs written, in place (`curvax._slicing`), so
+# that besides the inputs and the result only one chunk exists at a time.
 #
 # On a mesh, each device runs the loop on its shard of the examples.
 

@@ -130,6 +130,12 @@ def micro_grad(
     where = "curvax.micro_grad"
     microbatch_size = check_size("microbatch_size", microbatch_size, where)
     order = check_order(order, where)
+    for name, function in {"transform_fn": transform_fn, "metrics_fn": metrics_fn}.items():
+        if not callable(function):
+            raise TypeError(
+                f"{where}: {name} must be a function of the gradient of an example, got "
+                f"{function!r}. Leave it out for none."
+            )
     sizes = {"microbatch_size": microbatch_size}
     mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
     budget = check_budget(

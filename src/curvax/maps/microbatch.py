@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax._errors import check_size
+from curvax._errors import check_divides, check_size
 from curvax._tree import as_key, leaf_name
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -193,7 +193,8 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
         A pytree like `tree` whose leaves have one axis more.
 
     Raises:
-        ValueError: if a leaf has no such axis or `microbatch_size` does not divide it.
+        ValueError: if a leaf has no such axis or `microbatch_size` does not divide it;
+            `microbatch` and `micro_vmap` take any size.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -213,11 +214,8 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
         leaf = jnp.asarray(leaf)
         place = normal_axis(axis, leaf.ndim, f"{name} of shape {leaf.shape}", where)
         length = leaf.shape[place]
-        if length % size:
-            raise ValueError(
-                f"{where}: microbatch_size={size} does not divide axis {axis} of {name}, which "
-                f"has size {length}. curvax.microbatch and micro_vmap take any size."
-            )
+        what = f"axis {axis} of {name}"
+        check_divides(size, length, what, f"into microbatches of {size}", where)
         before, after = leaf.shape[:place], leaf.shape[place + 1 :]
         folded = leaf.reshape(*before, size, length // size, *after)
         return jnp.swapaxes(folded, place, place + 1)

@@ -14,13 +14,14 @@ result of all their carries.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from curvax import _jax, _slicing
+from curvax._dtypes import at_least_single
 from curvax._types import Array, Carry, PyTree, Size, TreeDef
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
 from curvax.maps.sharding import BatchSharding
@@ -153,7 +154,7 @@ class Sum(_Whole):
         return self.finalize(sharding.axis.psum(carry), examples)
 
     def _term(self, value: Array) -> Array:
-        dtype = _wide(jax.eval_shape(jnp.sum, self.like).dtype)
+        dtype = at_least_single(jax.eval_shape(jnp.sum, self.like).dtype)
         return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
 
 
@@ -190,13 +191,16 @@ class Mean(_Whole):
         return 1 if self.per_example else max(1, self.plan.runs()[0].size)
 
     def _term(self, value: Array) -> Array:
-        dtype = _wide(value.dtype)
+        dtype = at_least_single(value.dtype)
         return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
 
 
 @dataclass(frozen=True)
 class RunningMean(_Whole):
-    """The mean over examples, a mean at every step, so that no large sum is ever formed."""
+    """The mean over examples, a mean at every step.
+
+    No sum is ever formed that is larger than the values, so none overflows.
+    """
 
     like: Shape
     per_example: bool
@@ -208,8 +212,8 @@ class RunningMean(_Whole):
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
         _check(self, value, chunk, rows=self.per_example)
         seen = _real(jnp.maximum(chunk.examples_before + chunk.size, 1), carry)
-        share = (chunk.size / seen).astype(carry.dtype)
-        return (1 - share) * carry + share * self._term(value)
+        weight = (chunk.size / seen).astype(carry.dtype)
+        return (1 - weight) * carry + weight * self._term(value)
 
     def finalize(self, carry: Array, examples: Size) -> Array:
         return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
@@ -220,8 +224,11 @@ class RunningMean(_Whole):
         return self.finalize(sharding.axis.psum(part.astype(carry.dtype) * carry), total)
 
     def _term(self, value: Array) -> Array:
-        dtype = _wide(value.dtype)
-        return jnp.mean(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
+        value = value.astype(at_least_single(value.dtype))
+        if not self.per_example:
+            return value
+        # Divided before they are summed, because the sum may overflow where the mean does not.
+        return jnp.sum(value / max(1, value.shape[0]), axis=0)
 
 
 @dataclass(frozen=True)
@@ -250,12 +257,6 @@ class Prefix:
 
     def specs(self, sharding: BatchSharding) -> PyTree:
         return self.structure.unflatten([reducer.specs(sharding) for reducer in self.reducers])
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which numbers of that dtype are summed."""
-    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if half else dtype
 
 
 def _real(count: Size, like: Array) -> Array:

@@ -13,7 +13,7 @@ from curvax._cpu import run_if
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.sharded import ShardedCurvature
-from curvax.devices.task_assignment import shares
+from curvax.devices.task_assignment import assign
 from curvax.optimizer.config import PreconditionerConfig
 from curvax.optimizer.state import combined, inner_products, number_type
 
@@ -154,7 +154,7 @@ class Preconditioner:
             due = _either(is_due(step, period), is_stale)
             return run_if(due, functools.partial(update, None), state)
         blocks = self.estimator.blocks or ()
-        phases = shares([block.cache_work for block in blocks], period)
+        phases = assign([block.cache_work for block in blocks], period)
         for phase in range(period):
             indices = [index for index, own in enumerate(phases) if own == phase]
             if indices:

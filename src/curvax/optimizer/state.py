@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._dtypes import at_least_single
 from curvax._types import Array, PyTree
 
 __all__ = [
@@ -117,7 +118,7 @@ def number_type(tree: PyTree) -> Any:
     """Return the dtype of scalars that are computed from a pytree."""
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(tree)]
     widest = max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits, default=jnp.dtype(jnp.float32))
-    return jnp.finfo(widest).dtype if jnp.finfo(widest).bits > 32 else jnp.dtype(jnp.float32)
+    return jnp.finfo(at_least_single(widest)).dtype
 
 
 def inner(x: PyTree, y: PyTree) -> Array:

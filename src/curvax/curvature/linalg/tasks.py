@@ -30,7 +30,7 @@ from curvax.curvature.linalg.psd import (
     psd_power,
     spectral_of,
 )
-from curvax.devices.task_assignment import own_rows, shares
+from curvax.devices.task_assignment import assign, own_rows
 
 __all__ = ["Eigenvectors", "MatrixTask", "Power", "run_matrix_tasks"]
 
@@ -187,7 +187,7 @@ class _Stack:
 def _shared_out(stacks: Sequence[_Stack], axis_name: str) -> list[list[Any]]:
     """The results of the tasks of all stacks, each matrix computed on one device."""
     count, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    owners = iter(shares([work for stack in stacks for work in stack.work], count))
+    owners = iter(assign([work for stack in stacks for work in stack.work], count))
     found = []
     for stack in stacks:
         own = [next(owners) for _ in stack.work]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax._dtypes import at_least_single
 from curvax._errors import check_size
 from curvax._types import Array
 from curvax.curvature.patches.geometry import (
@@ -15,7 +16,7 @@ from curvax.curvature.patches.geometry import (
     read_inputs,
     read_weights,
 )
-from curvax.curvature.patches.patches import accumulation_dtype, patch_moment_sums
+from curvax.curvature.patches.patches import patch_moment_sums
 
 __all__ = ["patches_moments", "patches_moments_explicit"]
 
@@ -193,7 +194,7 @@ def patches_moments_explicit(
         where,
     )
     weights = read_weights(weighting_array, geometry, inputs.shape, where)
-    dtype = accumulation_dtype(inputs.dtype)
+    dtype = at_least_single(inputs.dtype)
     patches = _all_patches(inputs, geometry).astype(dtype)
     weighted = patches
     if weights is not None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from curvax._dtypes import at_least_single
 from curvax._types import Array, PyTree
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.maps.accumulators import AccumulationType
@@ -24,7 +25,6 @@ from curvax.maps.microbatch import microbatch
 
 __all__ = [
     "Bands",
-    "accumulation_dtype",
     "extract_patches",
     "images_of_groups",
     "padded_images",
@@ -194,14 +194,14 @@ class Bands:
         places = range(self._num_places)
         if self.common_terms:
             apart = [self._blocks_apart(bands, distance, precision) for distance in places]
-            rows = jnp.sum(bands, axis=1, keepdims=True, dtype=accumulation_dtype(bands.dtype))
+            rows = jnp.sum(bands, axis=1, keepdims=True, dtype=at_least_single(bands.dtype))
             seen = [self._seen_from(rows, place) for place in places]
             return jnp.concatenate(apart), _sums_of_rows(seen) if with_first else None
 
         right = [self._seen_from(bands, place) for place in places]
         left = right
         if weights is not None:
-            right = [x.astype(accumulation_dtype(x.dtype)) for x in right]
+            right = [x.astype(at_least_single(x.dtype)) for x in right]
             scale = self._shared_first(weights, 1)
             left = [scale.astype(x.dtype) * x for x in right]
         blocks = [_product(left[a], right[b], precision) for a, b in self._pairs]
@@ -308,22 +308,17 @@ class Bands:
         return 1 if self.axis is None else self.geometry.rhs_dilation[self.axis]
 
 
-def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype in which numbers of that dtype are summed: at least float32."""
-    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
-
-
 def _product(left: Array, right: Array, precision: lax.PrecisionLike) -> Array:
     """`left.T @ right`, of matrices whose rows are along two axes."""
     # With one axis of rows the compiler does not transpose the left matrix first.
     left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
     rows = (((0,), (0,)), ((), ()))
-    return lax.dot_general(left, right, rows, precision, accumulation_dtype(left.dtype))
+    return lax.dot_general(left, right, rows, precision, at_least_single(left.dtype))
 
 
 def _sums_of_rows(matrices: Sequence[Array]) -> Array:
     """The sum of the rows of each matrix, whose rows are along two axes."""
-    dtype = accumulation_dtype(matrices[0].dtype)
+    dtype = at_least_single(matrices[0].dtype)
     return jnp.stack([jnp.sum(x, axis=(0, 1), dtype=dtype) for x in matrices])
 
 

@@ -1,7 +1,7 @@
-"""Tasks are shared out evenly, and what comes of them does not depend on it.
+"""Tasks are assigned evenly, and their results do not depend on it.
 
-JAX fixes its number of devices when it starts, so `shared_programs.py` runs in a process of its
-own, which has eight.
+JAX fixes its number of devices when it starts, so `task_assignment_programs.py` runs in a process
+of its own, which has eight.
 """
 
 from pathlib import Path
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies as st
 
-from curvax.devices.task_assignment import share_out, shares
+from curvax.devices.task_assignment import assign, run_assigned
 from helpers import run_on_devices
 
-PROGRAMS = Path(__file__).with_name("shared_programs.py")
+PROGRAMS = Path(__file__).with_name("task_assignment_programs.py")
 WORK = st.lists(st.floats(0, 100), max_size=12)
 
 
 @given(work=WORK, count=st.integers(1, 5))
 def test_nobody_has_much_more_than_is_necessary(work, count):
-    owners = shares(work, count)
+    owners = assign(work, count)
     loads = np.zeros(count)
     np.add.at(loads, np.asarray(owners, int), np.asarray(work, float))
     assert len(owners) == len(work)
@@ -32,18 +32,18 @@ def test_nobody_has_much_more_than_is_necessary(work, count):
 
 
 def test_equal_tasks_are_shared_equally():
-    assert sorted(shares([1.0] * 6, 3)) == [0, 0, 1, 1, 2, 2]
-    assert shares([], 3) == []
+    assert sorted(assign([1.0] * 6, 3)) == [0, 0, 1, 1, 2, 2]
+    assert assign([], 3) == []
 
 
 def test_without_an_axis_everything_is_computed():
-    found = share_out([lambda: jnp.ones(2), lambda: {"a": jnp.zeros(())}], [1.0, 2.0], None)
+    found = run_assigned([lambda: jnp.ones(2), lambda: {"a": jnp.zeros(())}], [1.0, 2.0], None)
     assert jax.tree.map(jnp.shape, found) == [(2,), {"a": ()}]
-    assert share_out([], [], None) == []
+    assert run_assigned([], [], None) == []
 
 
 def test_the_axis_may_be_one_of_a_vmap():
-    shared = lambda x: share_out([lambda: jnp.sin(x), lambda: 2 * x], [1.0, 2.0], "devices")
+    shared = lambda x: run_assigned([lambda: jnp.sin(x), lambda: 2 * x], [1.0, 2.0], "devices")
     found = jax.vmap(shared, in_axes=None, out_axes=0, axis_name="devices", axis_size=3)(
         jnp.ones(2)
     )

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from curvax.devices.task_assignment import share_out
+from curvax.devices.task_assignment import run_assigned
 
 jax.config.update("jax_enable_x64", True)
 
@@ -45,7 +45,7 @@ def check(count, check_vma):
     def local(matrix, rows):
         total = lax.psum(rows.T @ rows, "devices")
         gathered = lax.all_gather(rows, "devices", tiled=True)
-        return share_out(tasks(matrix, total, gathered), WORK, "devices")
+        return run_assigned(tasks(matrix, total, gathered), WORK, "devices")
 
     specs = PartitionSpec(), PartitionSpec("devices")
     shared = on_devices(local, count, check_vma, specs)
@@ -61,7 +61,7 @@ def check_program(count, num_tasks, sent):
 
     def local(matrix):
         powers = [lambda k=k: jnp.sin(matrix) ** k for k in range(2, 2 + num_tasks)]
-        return share_out(powers, [1.0] * num_tasks, "devices")
+        return run_assigned(powers, [1.0] * num_tasks, "devices")
 
     program = jax.jit(on_devices(local, count, False, (PartitionSpec(),)))
     text = program.lower(MATRIX).compile().as_text()
