@@ -17,11 +17,11 @@ from curvax.layers.detection.example_axes import same_examples
 from curvax.layers.detection.layers import EachStep
 
 __all__ = [
-    "OfExampleGradients",
-    "OfScaleAndShift",
-    "OfTotalGradient",
+    "BatchGradientBlock",
+    "ChunkedExampleGradientBlock",
+    "ExampleGradientBlock",
     "Quadratic",
-    "SomeAtATime",
+    "ScaleAndShiftBlock",
     "gradient_statistics",
     "gradient_terms",
     "remarks_on_examples",
@@ -193,7 +193,7 @@ def _in_chunks(
     return total
 
 
-class OfExampleGradients(CurvatureBlock):
+class ExampleGradientBlock(CurvatureBlock):
     """A block that is made of gradients of single examples, and refuses to be made of others.
 
     Arguments:
@@ -239,8 +239,8 @@ _NEEDS_NO_EXAMPLES = {
 """Blocks that do not have to know which examples there are, by tag."""
 
 
-class SomeAtATime(OfExampleGradients):
-    """A block that takes the gradients of so many examples at a time."""
+class ChunkedExampleGradientBlock(ExampleGradientBlock):
+    """A block that computes the gradients of some examples at a time."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class SomeAtATime(OfExampleGradients):
         return self.max_elements
 
 
-class OfScaleAndShift(CurvatureBlock):
+class ScaleAndShiftBlock(CurvatureBlock):
     """A block of a layer that scales and shifts."""
 
     @property
@@ -273,8 +273,8 @@ class OfScaleAndShift(CurvatureBlock):
         return any(site.constants["has_shift"] for site in self._equation.sites)
 
 
-class OfTotalGradient(CurvatureBlock):
-    """A block that knows only the gradient of all examples together."""
+class BatchGradientBlock(CurvatureBlock):
+    """A block that is estimated from the gradient of the whole batch alone."""
 
     sums_batch = True
 

@@ -371,7 +371,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         """What `as_matrices` made of arrays like the parameters, back."""
         return tuple(params_of_matrix(self._equation.sites[0], x))
 
-    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+    def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         inputs, outputs, *rest = estimates
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
