@@ -1,4 +1,13 @@
-"""What blocks of one kind of layer share, whatever they keep of its matrix."""
+"""Base classes of blocks that are estimated from per-example gradients, or from that of a batch.
+
+Where a layer is applied once to an example, squares or outer products of the gradients of its
+examples can be summed at once, some examples at a time. Where it is applied to an example at
+several places or in several steps of a loop, the gradient of the example is a sum over these, and
+the gradients of all examples are held until it is complete. The steps of a loop over examples are
+kept apart. Places that are about other examples (chunks of a batch, and what is left over) form
+groups of their own. Where it is not known which position belongs to which example, each counts as
+one.
+"""
 
 import functools
 import math
@@ -29,15 +38,7 @@ __all__ = [
 ]
 
 
-# Statistics of gradients of single examples: their squares, or their outer products.
-#
-# Where a layer is applied once to an example, what is made of the gradients of its examples can be
-# summed at once, some examples at a time. Where it is applied to an example at several places or in
-# several steps of a loop, the gradient of the example is a sum over these, and the gradients of all
-# examples are held until it is complete. The steps of a loop over examples are kept apart.
-#
-# Places that are about other examples (chunks of a batch, and what is left over) form groups of
-# their own. Where it is not known which position belongs to which example, each counts as one.
+# Statistics of per-example gradients: their squares, or their outer products.
 
 Quadratic = Callable[[list[Array]], PyTree]
 """Sums over examples of something quadratic in gradients: (examples, *shape) for each parameter."""
