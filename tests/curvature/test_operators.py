@@ -174,6 +174,14 @@ class TestSpectrum:
         with pytest.raises(ValueError, match="at least one, got 0 and 64"):
             curvax.spectral_density(exact_operator(), jax.random.key(0), num_samples=0)
 
+    @pytest.mark.usefixtures("unchecked")
+    def test_exact_products_are_made_an_operator_first(self):
+        words = (
+            r"got ImplicitExactCurvature\. .*as_linear_operator\(exact, func_args, matrix='ggn'\)"
+        )
+        with pytest.raises(TypeError, match=rf"^curvax.spectral_density: .*{words}"):
+            curvax.spectral_density(curvax.ImplicitExactCurvature(lambda p, b: None), None)
+
 
 USES = {
     "lineax": lambda: exact_operator().as_lineax(),

@@ -8,7 +8,7 @@ layers alone is computed once.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import statistics_at
 
 __all__ = [
+    "AverageUpdate",
     "Layers",
     "Terms",
     "at_devices",
@@ -35,6 +36,22 @@ __all__ = [
     "updated_by_data",
     "with_batch_terms",
 ]
+
+
+class AverageUpdate(NamedTuple):
+    """How an estimate enters the moving averages of blocks.
+
+    Attributes:
+        ema_old: what the averages so far are multiplied with.
+        ema_new: the weight of the new estimate.
+        batch_size: the number of examples.
+        axis_name: the name of a mapped axis of devices to average over, if there is one.
+    """
+
+    ema_old: ArrayLike
+    ema_new: ArrayLike
+    batch_size: ArrayLike
+    axis_name: str | None
 
 
 Terms = list[dict[str, PyTree]]
@@ -164,7 +181,7 @@ def updated_by_data(
     mode: str,
     drawn: Sequence[Array],
     num_passes: int,
-    how: tuple[ArrayLike, ArrayLike, ArrayLike, str | None],
+    update: AverageUpdate,
     where: str,
 ) -> list[Any]:
     """The states of all blocks after they were given the data of their layers, in each pass.
@@ -173,7 +190,7 @@ def updated_by_data(
     """
     at, blocks = layers.at, layers.blocks
     operands, vjp = layer_data_at(at, where)
-    old, new, batch_size, pmap_axis_name = how
+    old, new, batch_size, pmap_axis_name = update
     scale = num_passes**0.5
 
     def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:

@@ -15,6 +15,7 @@ from curvax._table import table
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import (
+    AverageUpdate,
     Layers,
     Terms,
     at_devices,
@@ -49,7 +50,6 @@ __all__ = [
     "BlockwiseCurvature",
     "CurvatureReport",
     "Structure",
-    "Update",
     "report_of",
 ]
 
@@ -373,10 +373,6 @@ class BlockwiseCurvature(CurvatureEstimator):
         """Which blocks there are, for a function of such arguments."""
 
 
-Update = tuple[ArrayLike, ArrayLike, ArrayLike, str | None]
-"""How an update is taken in: the weights of old and new, the batch size, an axis of devices."""
-
-
 class BlockDiagonalCurvature(BlockwiseCurvature):
     """An estimate of curvature with a block for each layer, and zeros between layers.
 
@@ -547,8 +543,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     ) -> Any:
         mode = check_mode(estimation_mode or self.default_estimation_mode)
         self.finalize(func_args)
-        how = (ema_old, ema_new, batch_size, pmap_axis_name)
-        return self._updated(state, mode, rng, func_args, how)
+        update = AverageUpdate(ema_old, ema_new, batch_size, pmap_axis_name)
+        return self._updated(state, mode, rng, func_args, update)
 
     def update_cache(
         self,
@@ -581,27 +577,27 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         return replace(state, blocks_states=tuple(states))
 
     def _updated(
-        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], update: AverageUpdate
     ) -> Any:
         """The state after an update."""
         layers, blocks = self._layers(func_args), self._known.blocks
         states = state.blocks_states
-        drawn = draws(layers.at, mode, rng, self._share(func_args, how), self._num_samples)
+        drawn = draws(layers.at, mode, rng, self._share(func_args, update), self._num_samples)
         if any(map(has_own_update, blocks)):
             self._check_at_once()
             passes = num_passes(mode, drawn)
-            found = updated_by_data(layers, states, mode, drawn, passes, how, self._where)
+            found = updated_by_data(layers, states, mode, drawn, passes, update, self._where)
             return replace(state, blocks_states=tuple(found))
         if self._at_once:
             terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
         else:
             terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
-        terms = with_batch_terms(layers, states, terms, batch_sums, how[3])
-        return self._taken_in(state, terms, layers.sites, how)
+        terms = with_batch_terms(layers, states, terms, batch_sums, update.axis_name)
+        return self._taken_in(state, terms, layers.sites, update)
 
-    def _share(self, func_args: Sequence[PyTree], how: Update) -> Share:
+    def _share(self, func_args: Sequence[PyTree], update: AverageUpdate) -> Share:
         """What there is of the batch, if devices share it."""
-        return Share(length_of(self._batch.of(func_args)), how[3])
+        return Share(length_of(self._batch.of(func_args)), update.axis_name)
 
     @property
     def _whole(self) -> Sequence[int]:
@@ -627,12 +623,14 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         found = run_assigned([task(number) for number in self._whole], work, shared)
         return dict(zip(self._whole, found, strict=True))
 
-    def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
+    def _taken_in(
+        self, state: Any, terms: Terms, sites: Sequence[Any], update: AverageUpdate
+    ) -> Any:
         """The state with a sum of terms of each block in its averages."""
         states = list(state.blocks_states)
         for number in self._whole:
             block, own = self._known.blocks[number], states[number]
-            states[number] = block.take_in(own, terms[number], sites[number], *how)
+            states[number] = block.take_in(own, terms[number], sites[number], *update)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:

@@ -158,7 +158,7 @@ def draws(at: LossMap, mode: str, rng: Array, share: Share, num_samples: int = 1
 
 
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
-    """As many keys; a single one is the key itself, for which nothing has to be compiled."""
+    """Return keys of this shape; a single one is the key itself."""
     return (
         jax.random.split(key, shape) if math.prod(shape) != 1 else key.reshape(*shape, *key.shape)
     )

@@ -9,9 +9,9 @@ from jax import lax
 
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.backward_passes import at_devices
+from curvax.curvature.backward_passes import AverageUpdate, at_devices
 from curvax.curvature.batch_size import is_of_examples
-from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure, Update
+from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure
 from curvax.curvature.blocks.full import Full, NaiveFull, products_of_gradients
 from curvax.curvature.blocks.layer import LayerEquation, LayerSite
 from curvax.curvature.blocks.settings import get_max_parallel_elements
@@ -102,7 +102,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         return self._batch_index
 
     def _updated(
-        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], how: Update
+        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], update: AverageUpdate
     ) -> Any:
         batch = self._batch.of(func_args)
         (block,), (own,) = self._known.blocks, state.blocks_states
@@ -113,11 +113,11 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
             in_axes=[axes_of(batch), 0],
             **self._sizes_for(func_args, mode),
         )
-        share = self._share(func_args, how)
+        share = self._share(func_args, update)
         numbers = row_numbers(share.num_examples, (), share)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        return self._taken_in(state, [terms], [block.sites], how)
+        return self._taken_in(state, [terms], [block.sites], update)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))

@@ -22,8 +22,8 @@ from jax.typing import ArrayLike
 from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
-from curvax.curvature.backward_passes import Terms, has_own_update
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure, Update
+from curvax.curvature.backward_passes import AverageUpdate, Terms, has_own_update
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure
 from curvax.curvature.blocks.base import MatrixPower, Powers, power_key, powers_of
 from curvax.curvature.blocks.kronecker import TwoKroneckerFactored, multiplied
 from curvax.curvature.estimator import IdentityWeight
@@ -368,7 +368,7 @@ def all_finite_together(
         return []
     fine = jnp.stack(
         [
-            all_finite(block.telling(found))
+            all_finite(block.finiteness_probe(found))
             for shard, own in zip(shards, estimates, strict=True)
             for block, found in zip(shard.blocks, own, strict=True)
         ]
@@ -379,14 +379,15 @@ def all_finite_together(
 
 
 def averaged(
-    shard: Shard, own: ShardState, estimates: Sequence[Any], fine: Array, how: Any
+    shard: Shard, own: ShardState, estimates: Sequence[Any], fine: Array, update: AverageUpdate
 ) -> ShardState:
     """The state with estimates of all blocks in its averages; see `WeightedMovingAverage`.
 
     `fine` says which of them are finite; the averages of others stay what they were.
     """
-    old, new, _, axis = how
-    old, new = (jnp.asarray(x).astype(shard.dtype) for x in (old, new))
+    axis = update.axis_name
+    weights = update.ema_old, update.ema_new
+    old, new = (jnp.asarray(x).astype(shard.dtype) for x in weights)
     is_row_fine = shard.mine(shard.per_unit(fine), axis) > 0
     factors: dict[str, Array] = {}
     for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
@@ -599,18 +600,22 @@ class ShardedCurvature(BlockDiagonalCurvature):
                 found[number] = block.of_matrices(scale * own_units.reshape(mat.shape))
         return found
 
-    def _taken_in(self, state: Any, terms: Terms, sites: Sequence[Any], how: Update) -> Any:
+    def _taken_in(
+        self, state: Any, terms: Terms, sites: Sequence[Any], update: AverageUpdate
+    ) -> Any:
         estimates = [
             [
-                block.estimate_here(terms[number], sites[number], *how[2:])
+                block.estimate_here(
+                    terms[number], sites[number], update.batch_size, update.axis_name
+                )
                 for number, block in shard.numbered
             ]
             for shard in self._shards
         ]
-        fine = all_finite_together(self._shards, estimates, how[3])
+        fine = all_finite_together(self._shards, estimates, update.axis_name)
         each = zip(self._shards, state.shards, estimates, fine, strict=True)
-        shards = tuple(averaged(*of_shard, how) for of_shard in each)
-        return super()._taken_in(replace(state, shards=shards), terms, sites, how)
+        shards = tuple(averaged(*of_shard, update) for of_shard in each)
+        return super()._taken_in(replace(state, shards=shards), terms, sites, update)
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
         """What is added to the diagonals, for each unit."""

@@ -109,6 +109,7 @@ def spectral_density(
 
     Raises:
         ValueError: if a number is less than one.
+        TypeError: if the matrix is not a `CurvatureOperator`.
 
     Examples:
         >>> import jax
@@ -128,6 +129,13 @@ def spectral_density(
         raise ValueError(
             f"{where}: num_samples and num_steps are at least one, got {num_samples} and "
             f"{num_steps}."
+        )
+    if not isinstance(operator, CurvatureOperator):
+        raise TypeError(
+            f"{where}: operator must be a curvax.CurvatureOperator, got "
+            f"{type(operator).__name__}. Exact products and estimators become one by "
+            f"curvax.as_linear_operator: as_linear_operator(exact, func_args, matrix='ggn'), or "
+            f"as_linear_operator(estimator, state)."
         )
     dim = operator.shape[0]
     tridiagonal = import_matfree_decompositions().tridiag_sym(min(num_steps, dim), custom_vjp=False)

@@ -1,8 +1,9 @@
 """`verify_curvature`: how far an estimate is from the exact matrix, block by block."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,55 +116,76 @@ def verify_curvature(
     if batch_size is not None:
         options["batch_size_extractor"] = lambda _: batch_size
     exact = ImplicitExactCurvature(estimator.func, estimator.params_index, **options)
-    product = getattr(exact, f"multiply_{matrix}")
-    params = estimator.params_shapes
+    multiply_exact = getattr(exact, f"multiply_{matrix}")
 
-    def probe(key: Array) -> PyTree:
-        leaves, tree = jax.tree.flatten(params)
-        keys = jax.random.split(key, len(leaves))
-        drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        return jax.tree.unflatten(tree, drawn)
+    def mean_of_probes(func_args: Sequence[PyTree], state: Any) -> tuple[list[_Norms], Any]:
+        def of_probe(key: Array) -> tuple[list[_Norms], Any]:
+            product = functools.partial(multiply_exact, func_args)
+            return _norms_of_probe(estimator, state, product, key)
 
-    def norms(func_args: Sequence[PyTree], state: Any, key: Array) -> Any:
-        """Squared norms of products and differences: of each block, and of all."""
-        vector = probe(key)
-        parts = estimator.params_vector_to_blocks_vectors(vector)
-        found = []
-        for number, (block, own) in enumerate(
-            zip(estimator.blocks or (), state.blocks_states, strict=True)
-        ):
-            alone = [
-                [x if k == number else jnp.zeros_like(x) for x in part]
-                for k, part in enumerate(parts)
-            ]
-            whole = product(func_args, estimator.blocks_vectors_to_params_vector(alone))
-            right = estimator.params_vector_to_blocks_vectors(whole)[number]
-            ours = block.multiply(own, parts[number], 0.0, True, False)
-            apart = [jnp.sum((a - b) ** 2) for a, b in zip(ours, right, strict=True)]
-            sizes = [jnp.sum(b**2) for b in right]
-            forms = [
-                sum(jnp.sum(a * b) for a, b in zip(parts[number], each, strict=True))
-                for each in (ours, right)
-            ]
-            found.append((apart, sizes, forms))
-        whole = jax.tree.leaves(product(func_args, vector))
-        return found, sum(jnp.sum(x**2) for x in whole)
+        norms = jax.lax.map(of_probe, jax.random.split(rng, num_probes))
+        return jax.tree.map(lambda x: jnp.mean(x, 0), norms)
 
-    keys = jax.random.split(rng, num_probes)
-    means = jax.jit(
-        lambda args, state: jax.tree.map(
-            lambda x: jnp.mean(x, 0), jax.lax.map(lambda key: norms(args, state, key), keys)
-        )
-    )
-    blocks, whole = means(tuple(func_args), state)
+    return _report(estimator, matrix, *jax.jit(mean_of_probes)(tuple(func_args), state))
+
+
+class _Norms(NamedTuple):
+    """What a random vector says of a block: numbers for each of its parameters, and of all."""
+
+    differences: list[Array]
+    """Squared norms of estimated minus exact products, for each parameter."""
+    sizes: list[Array]
+    """Squared norms of exact products, for each parameter."""
+    forms: list[Any]
+    """The quadratic forms of the estimate and of the exact block."""
+
+
+def _norms_of_probe(
+    estimator: BlockDiagonalCurvature,
+    state: Any,
+    product: Callable[[PyTree], PyTree],
+    key: Array,
+) -> tuple[list[_Norms], Any]:
+    """Multiply a random vector, block by block, with the estimate and with the exact matrix.
+
+    Returns:
+        The norms of each block, and the squared norm of the exact product of the whole vector.
+    """
+    leaves, tree = jax.tree.flatten(estimator.params_shapes)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    vector = jax.tree.unflatten(tree, drawn)
+    parts = estimator.params_vector_to_blocks_vectors(vector)
+    norms = []
+    for index, (block, own) in enumerate(
+        zip(estimator.blocks or (), state.blocks_states, strict=True)
+    ):
+        alone = [
+            [x if k == index else jnp.zeros_like(x) for x in part] for k, part in enumerate(parts)
+        ]
+        everywhere = product(estimator.blocks_vectors_to_params_vector(alone))
+        exact = estimator.params_vector_to_blocks_vectors(everywhere)[index]
+        estimated = block.multiply(own, parts[index], 0.0, True, False)
+        differences = [jnp.sum((a - b) ** 2) for a, b in zip(estimated, exact, strict=True)]
+        forms = [
+            sum(jnp.sum(a * b) for a, b in zip(parts[index], each, strict=True))
+            for each in (estimated, exact)
+        ]
+        norms.append(_Norms(differences, [jnp.sum(b**2) for b in exact], forms))
+    return norms, sum(jnp.sum(x**2) for x in jax.tree.leaves(product(vector)))
+
+
+def _report(
+    estimator: BlockDiagonalCurvature, matrix: str, norms: Sequence[_Norms], total: Any
+) -> VerificationReport:
+    """Make a report of the mean norms of all probes."""
+    blocks = zip(estimator.params_names, estimator.blocks or (), norms, strict=True)
     rows = [
-        _row(names, block, *(list(map(float, each)) for each in found))
-        for names, block, found in zip(
-            estimator.params_names, estimator.blocks or (), blocks, strict=True
-        )
+        _row(names, block, *(list(map(float, each)) for each in own))
+        for names, block, own in blocks
     ]
-    inside = sum(float(size) for _, sizes, _ in blocks for size in sizes)
-    outside = max(0.0, 1 - inside / float(whole)) ** 0.5 if float(whole) else 0.0
+    inside = sum(float(size) for own in norms for size in own.sizes)
+    outside = max(0.0, 1 - inside / float(total)) ** 0.5 if float(total) else 0.0
     return VerificationReport(matrix, tuple(rows), outside)
 
 

@@ -46,7 +46,7 @@ def renamed(module):
     return {f"{key}__{name}": value for key, value in own.items()}
 
 
-no_eigenvalues = test_psd.no_eigenvalues
+no_eigenvalues, product = test_psd.no_eigenvalues, test_kronecker.product
 for each in (test_finite, test_kronecker, test_psd, test_symmetric):
     vars().update(renamed(each))
 

@@ -32,7 +32,6 @@ __all__ = [
     "CacheUpdate",
     "CurvatureBlock",
     "MatrixPower",
-    "OfLayer",
     "Powers",
     "Refresh",
     "Statistics",
@@ -127,16 +126,54 @@ def finished(update: CacheUpdate, compute: Callable[..., Any]) -> Any:
         return end.value
 
 
-# `OfLayer`: what a block says of the layer whose parameters it is for.
+# The state of a block: a pytree whose fields can be replaced, with a cache of powers.
 
 
-class OfLayer:
-    """A part of a curvature matrix that belongs to the parameters of one layer.
+@dataclass
+class BlockState:
+    """What a block keeps. A class that extends it is made a dataclass and a pytree."""
+
+    cache: dict[str, Any] | None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        jax.tree_util.register_dataclass(dataclass(cls))
+
+
+jax.tree_util.register_dataclass(BlockState)
+
+
+def copied(state: Any) -> Any:
+    """A state with the same arrays, whose fields can be changed."""
+    return jax.tree.map(lambda x: x, state)
+
+
+Statistics = Mapping[str, Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]]
+"""By name, what is summed at a place, from its inputs and the cotangents of its outputs.
+
+What depends on inputs alone has a name that begins with "inputs": it is the same in each pass.
+"""
+
+
+class CurvatureBlock(abc.ABC):
+    """The curvature of the parameters of one layer, as a matrix that is never formed.
+
+    To make a class of your own, extend one of those that curvax has, and override
+    `update_curvature_matrix_estimate`. Or extend this one, with a class `State` that extends
+    `CurvatureBlock.State`.
 
     Arguments:
         layer_tag_eq: the equation of the layer's tag.
         name: what the block is called.
     """
+
+    State: ClassVar[Any] = BlockState
+
+    sums_batch: ClassVar[bool] = False
+    """Whether its terms are of the sum over the whole batch, and not sums over examples."""
+
+    splits_parts: ClassVar[bool] = False
+    """Whether parts that are cut out of a parameter have blocks of their own."""
 
     def __init__(self, layer_tag_eq: Any, name: str) -> None:
         self._equation = LayerEquation.of(layer_tag_eq)
@@ -214,7 +251,7 @@ class OfLayer:
         return jnp.concatenate([x.reshape(-1) for x in arrays])
 
     def unflattened(self, vector: Array) -> tuple[Array, ...]:
-        """What `flattened` made one vector."""
+        """Inverse of `flattened`."""
         sizes = [math.prod(shape) for shape in self.parameters_shapes]
         parts = jnp.split(vector, [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)])
         return tuple(x.reshape(s) for x, s in zip(parts, self.parameters_shapes, strict=True))
@@ -231,56 +268,6 @@ class OfLayer:
                 f"curvax: a vector for the block {self.name} is like its parameters, of the shapes "
                 f"{self.parameters_shapes}, got {shapes}."
             )
-
-
-# The state of a block: a pytree whose fields can be replaced, with a cache of powers.
-
-
-@dataclass
-class BlockState:
-    """What a block keeps. A class that extends it is made a dataclass and a pytree."""
-
-    cache: dict[str, Any] | None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        jax.tree_util.register_dataclass(dataclass(cls))
-
-
-jax.tree_util.register_dataclass(BlockState)
-
-
-def copied(state: Any) -> Any:
-    """A state with the same arrays, whose fields can be changed."""
-    return jax.tree.map(lambda x: x, state)
-
-
-Statistics = Mapping[str, Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]]
-"""By name, what is summed at a place, from its inputs and the cotangents of its outputs.
-
-What depends on inputs alone has a name that begins with "inputs": it is the same in each pass.
-"""
-
-
-class CurvatureBlock(OfLayer, abc.ABC):
-    """The curvature of the parameters of one layer, as a matrix that is never formed.
-
-    To make a class of your own, extend one of those that curvax has, and override
-    `update_curvature_matrix_estimate`. Or extend this one, with a class `State` that extends
-    `CurvatureBlock.State`.
-
-    Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-    """
-
-    State: ClassVar[Any] = BlockState
-
-    sums_batch: ClassVar[bool] = False
-    """Whether its terms are of the sum over the whole batch, and not sums over examples."""
-
-    splits_parts: ClassVar[bool] = False
-    """Whether parts that are cut out of a parameter have blocks of their own."""
 
     @property
     def cache_work(self) -> float:
@@ -511,7 +498,9 @@ class CurvatureBlock(OfLayer, abc.ABC):
         estimates = self.estimate_here(terms, sites, batch_size, pmap_axis_name)
         if pmap_axis_name is not None:
             estimates = lax.pmean(estimates, pmap_axis_name)
-        finite = all_finite(self.telling(estimates))  # One answer: all are of the same batches.
+        finite = all_finite(
+            self.finiteness_probe(estimates)
+        )  # One answer: all are of the same batches.
         for average, value in zip(self.averages(state), estimates, strict=True):
             average.update(value, ema_old, ema_new, is_finite=finite)
         return state
@@ -538,8 +527,8 @@ class CurvatureBlock(OfLayer, abc.ABC):
         del sites
         return True
 
-    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
-        """Parts of estimates that are finite if all is: of sums of outer products, diagonals."""
+    def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
+        """Return parts of estimates that are finite only if all is: diagonals of second moments."""
         return estimates
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from curvax.curvature.blocks.base import CurvatureBlock
 from curvax.curvature.blocks.diagonal import NaiveDiagonal, ScaleAndShiftDiagonal
-from curvax.curvature.blocks.example_gradients import OfExampleGradients
+from curvax.curvature.blocks.example_gradients import ExampleGradientBlock
 from curvax.curvature.blocks.kronecker import (
     Conv2DTwoKroneckerFactored,
     ConvTwoKroneckerFactored,
@@ -15,7 +15,7 @@ from curvax.curvature.blocks.kronecker import (
 )
 from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_default_tag_to_block_ctor
-from curvax.curvature.blocks.sliced_params import Parts
+from curvax.curvature.blocks.sliced_params import SlicedParams
 
 __all__ = ["DEFAULT_BLOCKS", "default_block_ctor", "make_block"]
 
@@ -38,7 +38,7 @@ def default_block_ctor(tag_name: str) -> Callable[[Any, str], CurvatureBlock]:
     """
     ctor = get_default_tag_to_block_ctor(tag_name)
     own: Any = ctor
-    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(own, OfExampleGradients):
+    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(own, ExampleGradientBlock):
         return functools.partial(ctor, allow_approximation=True)
     return ctor
 
@@ -48,7 +48,7 @@ def make_block(
 ) -> CurvatureBlock:
     """Make the block of a layer; one for each part, if it needs that."""
     if any(cut for site in equation.sites for cut in site.cuts):
-        parts = Parts(equation, name, block_ctor)
+        parts = SlicedParams(equation, name, block_ctor)
         if any(part.splits_parts for part in parts.parts):
             parts.check_updates()
             return parts

@@ -16,10 +16,10 @@ from curvax.curvature.blocks.base import (
     power_key,
 )
 from curvax.curvature.blocks.example_gradients import (
-    OfExampleGradients,
-    OfScaleAndShift,
-    OfTotalGradient,
-    SomeAtATime,
+    BatchGradientBlock,
+    ChunkedExampleGradientBlock,
+    ExampleGradientBlock,
+    ScaleAndShiftBlock,
     gradient_statistics,
     gradient_terms,
 )
@@ -30,7 +30,7 @@ from curvax.curvature.linalg.psd import spectral_power
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
 
 
-class Diagonal(OfExampleGradients):
+class Diagonal(ExampleGradientBlock):
     """The diagonal of the curvature: the mean over examples of their squared gradients.
 
     Arguments:
@@ -122,7 +122,7 @@ class DenseDiagonal(Diagonal):
     """A `Diagonal` block for dense layers."""
 
 
-class Conv2DDiagonal(SomeAtATime, Diagonal):
+class Conv2DDiagonal(ChunkedExampleGradientBlock, Diagonal):
     """A `Diagonal` block for convolutions.
 
     The gradients of single examples are computed, some at a time.
@@ -136,11 +136,11 @@ class Conv2DDiagonal(SomeAtATime, Diagonal):
     """
 
 
-class ScaleAndShiftDiagonal(OfScaleAndShift, Diagonal):
+class ScaleAndShiftDiagonal(ScaleAndShiftBlock, Diagonal):
     """A `Diagonal` block for layers that scale and shift."""
 
 
-class NaiveDiagonal(OfTotalGradient, Diagonal):
+class NaiveDiagonal(BatchGradientBlock, Diagonal):
     """The diagonal of `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
 
     It needs to know nothing of the layer. Products of gradients of different examples are zero on

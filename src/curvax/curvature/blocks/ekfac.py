@@ -1,4 +1,6 @@
-"""Eigenvalue-corrected blocks: diagonal in the eigenbasis of a Kronecker-factored one.
+"""Eigenvalue-corrected blocks (EKFAC): diagonal in the eigenbasis of a Kronecker-factored one.
+
+The method is due to George et al. (2018), arXiv:1806.03884.
 
 In the basis of the eigenvectors of both factors, K-FAC's matrix is diagonal, but its diagonal is
 not the best one. Here it is the mean over examples of their squared gradients in that basis, which

@@ -1,4 +1,13 @@
-"""What blocks of one kind of layer share, whatever they keep of its matrix."""
+"""Base classes of blocks that are estimated from per-example gradients, or from that of a batch.
+
+Where a layer is applied once to an example, squares or outer products of the gradients of its
+examples can be summed at once, some examples at a time. Where it is applied to an example at
+several places or in several steps of a loop, the gradient of the example is a sum over these, and
+the gradients of all examples are held until it is complete. The steps of a loop over examples are
+kept apart. Places that are about other examples (chunks of a batch, and what is left over) form
+groups of their own. Where it is not known which position belongs to which example, each counts as
+one.
+"""
 
 import functools
 import math
@@ -17,11 +26,11 @@ from curvax.layers.detection.example_axes import same_examples
 from curvax.layers.detection.layers import EachStep
 
 __all__ = [
-    "OfExampleGradients",
-    "OfScaleAndShift",
-    "OfTotalGradient",
+    "BatchGradientBlock",
+    "ChunkedExampleGradientBlock",
+    "ExampleGradientBlock",
     "Quadratic",
-    "SomeAtATime",
+    "ScaleAndShiftBlock",
     "gradient_statistics",
     "gradient_terms",
     "remarks_on_examples",
@@ -29,15 +38,7 @@ __all__ = [
 ]
 
 
-# Statistics of gradients of single examples: their squares, or their outer products.
-#
-# Where a layer is applied once to an example, what is made of the gradients of its examples can be
-# summed at once, some examples at a time. Where it is applied to an example at several places or in
-# several steps of a loop, the gradient of the example is a sum over these, and the gradients of all
-# examples are held until it is complete. The steps of a loop over examples are kept apart.
-#
-# Places that are about other examples (chunks of a batch, and what is left over) form groups of
-# their own. Where it is not known which position belongs to which example, each counts as one.
+# Statistics of per-example gradients: their squares, or their outer products.
 
 Quadratic = Callable[[list[Array]], PyTree]
 """Sums over examples of something quadratic in gradients: (examples, *shape) for each parameter."""
@@ -193,7 +194,7 @@ def _in_chunks(
     return total
 
 
-class OfExampleGradients(CurvatureBlock):
+class ExampleGradientBlock(CurvatureBlock):
     """A block that is made of gradients of single examples, and refuses to be made of others.
 
     Arguments:
@@ -239,8 +240,8 @@ _NEEDS_NO_EXAMPLES = {
 """Blocks that do not have to know which examples there are, by tag."""
 
 
-class SomeAtATime(OfExampleGradients):
-    """A block that takes the gradients of so many examples at a time."""
+class ChunkedExampleGradientBlock(ExampleGradientBlock):
+    """A block that computes the gradients of some examples at a time."""
 
     def __init__(
         self,
@@ -259,7 +260,7 @@ class SomeAtATime(OfExampleGradients):
         return self.max_elements
 
 
-class OfScaleAndShift(CurvatureBlock):
+class ScaleAndShiftBlock(CurvatureBlock):
     """A block of a layer that scales and shifts."""
 
     @property
@@ -273,8 +274,8 @@ class OfScaleAndShift(CurvatureBlock):
         return any(site.constants["has_shift"] for site in self._equation.sites)
 
 
-class OfTotalGradient(CurvatureBlock):
-    """A block that knows only the gradient of all examples together."""
+class BatchGradientBlock(CurvatureBlock):
+    """A block that is estimated from the gradient of the whole batch alone."""
 
     sums_batch = True
 

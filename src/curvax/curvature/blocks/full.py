@@ -17,10 +17,10 @@ from curvax.curvature.blocks.base import (
     power_key,
 )
 from curvax.curvature.blocks.example_gradients import (
-    OfExampleGradients,
-    OfScaleAndShift,
-    OfTotalGradient,
-    SomeAtATime,
+    BatchGradientBlock,
+    ChunkedExampleGradientBlock,
+    ExampleGradientBlock,
+    ScaleAndShiftBlock,
     gradient_statistics,
     gradient_terms,
 )
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-class Full(OfExampleGradients):
+class Full(ExampleGradientBlock):
     """The whole curvature matrix of a layer: the mean of outer products of examples' gradients.
 
     Arguments:
@@ -126,7 +126,7 @@ class Full(OfExampleGradients):
             )
         return self.unflattened(vector)
 
-    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+    def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         return [diagonal(matrix) for matrix in estimates]
 
     def averages(self, state: Any) -> Sequence[Any]:
@@ -213,7 +213,7 @@ class DenseFull(Full):
     """A `Full` block for dense layers."""
 
 
-class Conv2DFull(SomeAtATime, Full):
+class Conv2DFull(ChunkedExampleGradientBlock, Full):
     """A `Full` block for convolutions.
 
     The gradients of single examples are computed, some at a time.
@@ -227,11 +227,11 @@ class Conv2DFull(SomeAtATime, Full):
     """
 
 
-class ScaleAndShiftFull(OfScaleAndShift, Full):
+class ScaleAndShiftFull(ScaleAndShiftBlock, Full):
     """A `Full` block for layers that scale and shift."""
 
 
-class NaiveFull(OfTotalGradient, Full):
+class NaiveFull(BatchGradientBlock, Full):
     """The matrix `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
 
     It needs to know nothing of the layer; see `NaiveDiagonal`.

@@ -1,5 +1,8 @@
 """`TwoKroneckerFactored`: curvature as the Kronecker product of two small matrices.
 
+K-FAC is due to Martens & Grosse (2015), arXiv:1503.05671; for convolutions to Grosse & Martens
+(2016), arXiv:1602.01407; "expand" and "reduce" to Eschenhagen et al. (2023), arXiv:2311.00636.
+
 At a layer with weights, the gradient of an example is a sum, over the positions where the weights
 are applied, of outer products of inputs and cotangents. K-FAC takes inputs and cotangents, at all
 positions, to be independent: the curvature is then the product of the second moments of both.
@@ -10,6 +13,12 @@ Where weights are applied at several positions, there are two ways to do so:
   linear network with a loss at each position.
 - "reduce": inputs are averaged over the positions of an example, and cotangents summed, before
   anything is multiplied. Exact for a linear network that averages over positions.
+
+The first half of the module computes both factors, moments of a layer's inputs and of the
+cotangents of its outputs. A layer with weights computes, at each position, `matrix.T @ row`: the
+matrix is made of its weights, with the bias for a last row, and the row is the input there, with a
+one at its end. What these are depends on the kind of layer. Heads and groups of channels have a
+matrix each, along a leading axis.
 """
 
 import math
@@ -57,12 +66,7 @@ __all__ = [
 ]
 
 
-# Both factors of a layer's curvature: moments of its inputs and of the cotangents of its outputs.
-#
-# A layer with weights computes, at each position, `matrix.T @ row`: the matrix is made of its
-# weights, with the bias for a last row, and the row is the input there, with a one at its end.
-# This module says what these are for each kind of layer. Heads and groups of channels have a
-# matrix each, along an axis in front.
+# Both factors of a layer's curvature.
 
 
 def matrix_shape(site: LayerSite) -> tuple[tuple[int, ...], int, int]:
@@ -371,7 +375,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         """What `as_matrices` made of arrays like the parameters, back."""
         return tuple(params_of_matrix(self._equation.sites[0], x))
 
-    def telling(self, estimates: Sequence[Array]) -> Sequence[Array]:
+    def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         inputs, outputs, *rest = estimates
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
@@ -565,7 +569,7 @@ def multiplied(
     return kronecker.multiply(inputs, outputs, x)
 
 
-# Kronecker-factored blocks for dense layers and tables.
+# Kronecker-factored blocks for dense layers and embeddings.
 
 
 class DenseTwoKroneckerFactored(TwoKroneckerFactored):

@@ -1,4 +1,4 @@
-"""`Parts`: a block for a layer of which only parts are used at each place.
+"""`SlicedParams`: a block for a layer of which only parts are used at each place.
 
 Gates that are cut out of one array, or layers of a stack that are used one by one, have curvature
 of their own. Each part has a block, and where no part is, there is no curvature. A part that only
@@ -29,13 +29,13 @@ from curvax.curvature.blocks.diagonal import ScaleAndShiftDiagonal
 from curvax.curvature.blocks.layer import LayerEquation, LayerSite
 from curvax.curvature.linalg.psd import spectral_power
 
-__all__ = ["Parts"]
+__all__ = ["SlicedParams"]
 
 
 _DIAGONAL = functools.partial(ScaleAndShiftDiagonal, allow_approximation=True)
 
 
-class Parts(CurvatureBlock):
+class SlicedParams(CurvatureBlock):
     """Blocks for all parts of a layer's parameters that are used.
 
     Arguments:
@@ -72,7 +72,9 @@ class Parts(CurvatureBlock):
         update = "update_curvature_matrix_estimate"
         kinds = {type(part) for part in self.parts}
         own = [
-            kind.__name__ for kind in kinds if getattr(kind, update) is not getattr(Parts, update)
+            kind.__name__
+            for kind in kinds
+            if getattr(kind, update) is not getattr(SlicedParams, update)
         ]
         if own:
             raise ValueError(

@@ -4,7 +4,12 @@ The matrix `kron(inputs, outputs)` acts on an array `x` of the shape (inputs, ou
 `inputs @ x @ outputs`. A multiple of the identity that is added to it has no such form. Exactly,
 it is added to the eigenvalues. Approximately, it is split between both factors, so that each
 gets the more of it the larger it is on average (`pi` is the ratio of their scales); this needs no
-eigenvectors.
+eigenvectors (Martens & Grosse 2015, section 6.3).
+
+A `Side` is one factor: dense matrices, or diagonal ones where they would be wide. Several matrices,
+one for each layer of a stack or for each head, are along leading axes. What a side is applied to
+has the shape (..., inputs, outputs): the first side acts along the inputs, the second on the
+outputs.
 """
 
 import abc
@@ -24,13 +29,6 @@ from curvax.curvature.linalg.tasks import Eigenvectors, Power, run_matrix_tasks
 __all__ = ["DenseSide", "DiagonalSide", "Eigen", "Kronecker", "Side", "from_basis", "to_basis"]
 
 
-# The sides of a Kronecker product: matrices that are dense, or diagonal where they would be wide.
-#
-# A side says what its arrays look like and does to them what a block needs. Several matrices, one
-# for each layer of a stack or for each head, are along axes in front. What a side is applied to has
-# the shape (..., inputs, outputs): the first side acts along the inputs, the second on the outputs.
-
-
 @dataclass(frozen=True)
 class Side(abc.ABC):
     """One factor of a Kronecker product: `size` by `size` matrices, `stack` of them."""
@@ -41,16 +39,16 @@ class Side(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that holds it."""
+        """Return the shape of the array that holds it."""
 
     @property
     @abc.abstractmethod
     def work(self) -> float:
-        """About how many operations a power of it takes."""
+        """Return about how many operations a power of it takes."""
 
     @abc.abstractmethod
     def of_rows(self, rows: Array) -> Array:
-        """The sum of outer products of rows (..., number, size)."""
+        """Sum the outer products of rows (..., number, size)."""
 
     @abc.abstractmethod
     def of_dense(self, matrix: Array) -> Array:
@@ -62,25 +60,25 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def diagonal(self, matrix: Array) -> Array:
-        """The diagonal of each matrix."""
+        """Return the diagonal of each matrix."""
 
     def trace(self, matrix: Array) -> Array:
-        """The trace of each matrix."""
+        """Return the trace of each matrix."""
         return jnp.sum(self.diagonal(matrix), axis=-1)
 
     def mean(self, matrix: Array) -> Array:
-        """The mean of the eigenvalues of each matrix."""
+        """Return the mean of the eigenvalues of each matrix."""
         return self.trace(matrix) / max(self.size, 1)
 
     @abc.abstractmethod
     def power(
         self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
     ) -> Array | Power:
-        """`(scale * matrix + identity_weight * identity) ** power`, or the task of computing it."""
+        """Return `(scale * matrix + identity_weight * identity) ** power`, or the task of it."""
 
     @abc.abstractmethod
     def eigen(self, matrix: Array) -> tuple[Array, None] | Eigenvectors:
-        """Eigenvalues, and None where eigenvectors are the unit vectors; or the task."""
+        """Return eigenvalues, and None where eigenvectors are the unit vectors; or the task."""
 
     @abc.abstractmethod
     def act_on_inputs(self, matrix: Array, x: Array) -> Array:
@@ -191,7 +189,7 @@ Eigen = dict[str, Array]
 
 @dataclass(frozen=True)
 class Kronecker:
-    """How to compute with `kron(inputs, outputs)`."""
+    """Computations with `kron(inputs, outputs)`."""
 
     inputs: Side
     outputs: Side
@@ -204,7 +202,7 @@ class Kronecker:
         power: float | int,
         scales: tuple[ArrayLike, ArrayLike] = (1, 1),
     ) -> tuple[Array | Power, Array | Power]:
-        """A power of both factors, times their scales, with the identity split by `pi`.
+        """Return a power of both factors, times their scales, with the identity split by `pi`.
 
         They may be tasks, for `run_matrix_tasks`.
         """
@@ -227,11 +225,11 @@ class Kronecker:
         return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
 
     def eigen_tasks(self, inputs: Array, outputs: Array) -> list[Any]:
-        """The tasks of computing eigenvalues and eigenvectors of both factors."""
+        """Return the tasks of computing eigenvalues and eigenvectors of both factors."""
         return [self.inputs.eigen(inputs), self.outputs.eigen(outputs)]
 
     def eigen_of(self, found: Sequence[tuple[Array, Array | None]]) -> Eigen:
-        """The eigenvalues and eigenvectors of both factors, from what was computed."""
+        """Return the eigenvalues and eigenvectors of both factors, from the results of tasks."""
         eigen: Eigen = {}
         for name, (values, vectors) in zip(("inputs", "outputs"), found, strict=True):
             eigen[f"{name}_values"] = values
@@ -240,17 +238,17 @@ class Kronecker:
         return eigen
 
     def eigen(self, inputs: Array, outputs: Array) -> Eigen:
-        """The eigenvalues and eigenvectors of both factors."""
+        """Compute the eigenvalues and eigenvectors of both factors."""
         return self.eigen_of(run_matrix_tasks(self.eigen_tasks(inputs, outputs)))
 
     def eigenvalues(self, eigen: Eigen) -> Array:
-        """All eigenvalues of the product, in the shape (..., inputs, outputs)."""
+        """Return all eigenvalues of the product, in the shape (..., inputs, outputs)."""
         return eigen["inputs_values"][..., :, None] * eigen["outputs_values"][..., None, :]
 
     def multiply_power(
         self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float | int
     ) -> Array:
-        """`(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
+        """Return `(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
         weight = per_matrix(identity_weight, 2, x.dtype)
         sides = {
             name: clamp_eigenvalues(eigen[name], identity_weight, power)
@@ -261,14 +259,14 @@ class Kronecker:
 
 
 def to_basis(eigen: Eigen, x: Array) -> Array:
-    """`x` in the basis of eigenvectors."""
+    """Return `x` in the basis of eigenvectors."""
     if "inputs_vectors" in eigen:
         x = jnp.matrix_transpose(eigen["inputs_vectors"]) @ x
     return x @ eigen["outputs_vectors"] if "outputs_vectors" in eigen else x
 
 
 def from_basis(eigen: Eigen, x: Array) -> Array:
-    """What `to_basis` made of it, back."""
+    """Inverse of `to_basis`."""
     if "inputs_vectors" in eigen:
         x = eigen["inputs_vectors"] @ x
     return x @ jnp.matrix_transpose(eigen["outputs_vectors"]) if "outputs_vectors" in eigen else x

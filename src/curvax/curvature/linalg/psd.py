@@ -4,7 +4,7 @@ A Cholesky factorisation is the fast way to an inverse. Where the condition of a
 what its dtype can resolve, what it returns is not accurate any more, or not finite. That is
 noticed, and the inverse is then computed from eigenvalues. Without damping, those below what can be
 resolved are taken to be just that: the inverse of a singular matrix is large, and not infinite. All
-functions take several matrices along axes in front.
+functions take several matrices along leading axes.
 """
 
 import math
@@ -48,7 +48,7 @@ Spectra that fall gradually, as those of second moments do, have it at 5e5, with
 
 
 def add_identity(matrix: Array, weight: ArrayLike) -> Array:
-    """`matrix + weight * identity`."""
+    """Return `matrix + weight * identity`."""
     identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     return matrix + per_matrix(weight, 2, matrix.dtype) * jnp.broadcast_to(identity, matrix.shape)
 
@@ -60,13 +60,13 @@ def diagonal(matrix: Array) -> Array:
 
 
 def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
-    """A number for all matrices as it is, or one for each with as many axes at its end."""
+    """Return a scalar as it is, or one number for each matrix with trailing axes of length one."""
     weight = jnp.asarray(weight).astype(dtype)
     return weight.reshape(*weight.shape, *[1] * axes) if weight.ndim else weight
 
 
 def psd_eigh(matrix: Array) -> tuple[Array, Array]:
-    """Eigenvalues, none of them negative, and eigenvectors, as columns."""
+    """Return eigenvalues, none of them negative, and eigenvectors, as columns."""
     values, vectors = _eigh(matrix)
     return jnp.maximum(values, 0), vectors
 
@@ -78,7 +78,7 @@ def spectral_power(
     *,
     largest: Array | None = None,
 ) -> Array:
-    """Powers of the eigenvalues of a matrix that are not negative; all of them are along `axes`.
+    """Return powers of the eigenvalues of a PSD matrix; all of them are along `axes`.
 
     For a negative power, zeros are taken to be as much as the rounding of the largest. If all are
     zero, so are the powers.
@@ -99,10 +99,10 @@ def clamp_eigenvalues(
     *,
     largest: Array | None = None,
 ) -> Array:
-    """Eigenvalues of a dense matrix as they should be for a power with this much damping.
+    """Clamp the eigenvalues of a dense matrix from below, for a negative power without damping.
 
-    Without damping and for a negative power, those that cannot be told from zero are taken to be
-    the smallest that can. Damping is never changed: with it there are no zeros.
+    Those that rounding makes indistinguishable from zero become the smallest that are not. With
+    damping nothing is clamped: there are no zeros.
     """
     if power >= 0:
         return values
@@ -115,7 +115,7 @@ def clamp_eigenvalues(
 def psd_power(
     matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
 ) -> Array:
-    """`(scale * matrix + identity_weight * identity) ** power`.
+    """Return `(scale * matrix + identity_weight * identity) ** power`.
 
     To give a number as a scale takes less memory than to multiply a matrix with it before.
     """
@@ -129,7 +129,7 @@ def psd_power(
 
 @jax.custom_jvp
 def _inverse(matrix: Array, weight: Array, scale: Array) -> Array:
-    """The inverse of `scale * matrix + weight * identity`."""
+    """Return the inverse of `scale * matrix + weight * identity`."""
     weight, scale = (jnp.broadcast_to(x, matrix.shape[:-2]) for x in (weight, scale))
     return _padded_inverse(matrix, weight, scale)
 
@@ -166,7 +166,7 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 @compiled_once
 def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | int) -> Array:
-    """`(scale * matrix + weight * identity) ** power`, by eigenvalues."""
+    """Return `(scale * matrix + weight * identity) ** power`, by eigenvalues."""
     values, vectors = psd_eigh(matrix)
     values = per_matrix(scale, 1, values.dtype) * values
     return _put_together(values, vectors, weight, power)
@@ -174,15 +174,15 @@ def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | in
 
 @compiled_once
 def _by_eigenvalues(damped: Array, weight: Array) -> Array:
-    """The inverse of a matrix with `weight` on its diagonal already."""
+    """Return the inverse of a matrix with `weight` on its diagonal already, by eigenvalues."""
     values, vectors = _eigh(damped)
     values = jnp.maximum(values - per_matrix(weight, 1, values.dtype), 0)
     return _put_together(values, vectors, weight, -1)
 
 
 def _put_together(values: Array, vectors: Array, weight: Array, power: float | int) -> Array:
-    """A power of a matrix from its eigenvalues, to all of which a weight is to be added."""
-    # They come in order.
+    """Return a power of a matrix from its eigenvalues, to all of which a weight is added."""
+    # Eigenvalues are sorted.
     values = clamp_eigenvalues(values, weight, power, largest=values[..., -1:])
     values = values + per_matrix(weight, 1, values.dtype)
     powers = spectral_power(values, power, largest=values[..., -1:])
@@ -202,7 +202,7 @@ def _matmul(x: Array, y: Array) -> Array:
 
 
 def _resolution(size: int, dtype: jnp.dtype) -> float:
-    """The smallest eigenvalue that can be told from zero, as a part of the largest."""
+    """Return the smallest eigenvalue that is not rounding, relative to the largest."""
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 

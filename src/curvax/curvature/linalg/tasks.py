@@ -1,11 +1,11 @@
-"""Powers and eigenvectors of many matrices, which are asked for first and then computed together.
+"""Powers and eigenvectors of many matrices, which are requested first and then computed together.
 
-A task says what is wanted of a matrix, or of several along axes in front. On one device each task
-is computed by itself. On several, all matrices are shared out, so that each device has about as
-much to do, and results are sent to all.
+A task says what is wanted of a matrix, or of several along leading axes. On one device each task is
+computed by itself. On several, all matrices are assigned to devices, so that each has about as much
+to do, and results are gathered on all.
 
-Matrices of one size form a stack. Each device runs one loop over its own rows of it, as long as
-that takes: so all devices run the same program, and it does not grow with their number.
+Matrices of one size form a stack. Each device runs one loop over its own rows of it: so all devices
+run the same program, and it does not grow with their number.
 """
 
 import abc
@@ -44,24 +44,24 @@ class MatrixTask(abc.ABC):
 
     @abc.abstractmethod
     def alone(self) -> Any:
-        """The result, computed here and now."""
+        """Compute the result at once."""
 
     @property
     @abc.abstractmethod
     def kind(self) -> Any:
-        """Tasks of the same kind can be rows of one stack."""
+        """Return a key: tasks with the same one can be rows of one stack."""
 
     @abc.abstractmethod
     def rows(self) -> Rows:
-        """What `each` needs to know of each matrix."""
+        """Return the operands of `each`, with a row for each matrix."""
 
     @abc.abstractmethod
     def each(self, *row: Array) -> Any:
-        """The result for one matrix."""
+        """Compute the result for one matrix."""
 
     @abc.abstractmethod
     def of_rows(self, found: Any) -> Any:
-        """The result, from those of its matrices."""
+        """Put the result together from those of its matrices."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class Eigenvectors(MatrixTask):
 
 
 def run_matrix_tasks(tasks: Sequence[Any], axis_name: str | None = None) -> list[Any]:
-    """The results of tasks, in order. What is no task is its own result.
+    """Run tasks and return their results, in order. What is no task is its own result.
 
     Arguments:
         tasks: what to compute.
-        axis_name: the name of a mapped axis of devices to share the tasks out among, if there is
-            one. All of them have the same tasks. There is no reverse derivative then.
+        axis_name: the name of a mapped axis of devices to assign the tasks to, if there is one. All
+            of them have the same tasks. There is no reverse derivative then.
     """
     results = list(tasks)
     kinds: dict[Any, list[int]] = {}
@@ -204,10 +204,10 @@ def _zeros(stack: _Stack) -> Any:
 
 
 def _is_worth_sharing(task: MatrixTask) -> bool:
-    """Whether it takes long enough to send the result to all."""
+    """Return whether a task takes so long that sending its result to all devices pays."""
     return not (isinstance(task, Power) and (task.power == 1 or task.matrix.size == 0))
 
 
 def _flat(matrix: Array) -> Array:
-    """Matrices along a single axis in front."""
+    """Return matrices along a single leading axis."""
     return matrix.reshape(-1, *matrix.shape[-2:])
