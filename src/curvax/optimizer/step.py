@@ -10,6 +10,7 @@ A step for which something is not finite is skipped: only counters change, the d
 the next step computes curvature and inverses again.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -109,16 +110,12 @@ class KFAC:
         config: the options.
         function: the user-supplied function, called with its arguments as one sequence.
         preconditioner: the estimate of the curvature and its inverse.
-        exact: products with the exact curvature.
-        axis: the name of the mesh axis along which batches are sharded, if there is one.
         statistics: which statistics to return.
     """
 
     config: KFACConfig
     function: ValueFunction
     preconditioner: Preconditioner
-    exact: ImplicitExactCurvature
-    axis: str | None
     statistics: Statistics
 
     @classmethod
@@ -136,14 +133,21 @@ class KFAC:
         """Trace a function of such arguments, the last of which is the batch."""
         func = function.for_estimator(func_for_estimator, func_args)
         preconditioner = Preconditioner.for_function(config, func, func_args, axis, num_shards)
-        exact = ImplicitExactCurvature(
-            func,
-            0,
-            config.batch_size_extractor,
-            batch_index=len(func_args) - 1,
-            **config.sizes,
+        return cls(config, function, preconditioner, statistics or Statistics())
+
+    @property
+    def axis(self) -> str | None:
+        """The name of the mesh axis along which batches are sharded, if there is one."""
+        return self.preconditioner.axis
+
+    @functools.cached_property
+    def exact(self) -> ImplicitExactCurvature:
+        """Products with the exact curvature."""
+        estimator, config = self.preconditioner.estimator, self.config
+        index = estimator.batch_argument
+        return ImplicitExactCurvature(
+            estimator.func, 0, config.batch_size_extractor, batch_index=index, **config.sizes
         )
-        return cls(config, function, preconditioner, exact, axis, statistics or Statistics())
 
     # Functions of the parameters, a random key, the batch and the state of the function.
 

@@ -32,12 +32,12 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueFunction:
-    """`value_and_grad_func`, and what the user says about it.
+    """`value_and_grad_func`, and which arguments and results it has.
 
-    It is called with `(params, func_state, rng, batch)`, those of them that it has, and returns
-    `(out, gradient)`, where `out` is `(loss, func_state, aux)`, those that it has, or the loss
-    alone. Of three, the latter two may be a pair of their own, as `jax.value_and_grad` with
-    `has_aux=True` returns them.
+    It is called with those of `(params, func_state, rng, batch)` that it has, and returns
+    `(out, gradient)`, where `out` consists of those of `(loss, func_state, aux)` that it has, or is
+    the loss alone. Of three, the latter two may be a pair of their own, as `jax.value_and_grad`
+    with `has_aux=True` returns them.
     """
 
     value_and_grad: Fun
@@ -49,14 +49,14 @@ class ValueFunction:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arguments that it has."""
+        """The names of its arguments."""
         has = {"params": True, "func_state": self.has_state, "rng": self.has_rng, "batch": True}
         return tuple(name for name, is_there in has.items() if is_there)
 
     def arguments(
         self, params: PyTree, func_state: PyTree, rng: Any, batch: PyTree
     ) -> tuple[PyTree, ...]:
-        """The arguments of a call."""
+        """Return the arguments of a call, as one sequence."""
         if self.has_state and func_state is None:
             raise ValueError(f"{_WHERE}: value_func_has_state=True, but func_state was not given.")
         if not self.has_state and func_state is not None:
@@ -68,7 +68,7 @@ class ValueFunction:
         return (params, *state, *((rng,) if self.has_rng else ()), batch)
 
     def __call__(self, func_args: Sequence[PyTree]) -> Evaluation:
-        """What the function returns, checked; of microbatches in turn if that was asked for."""
+        """Evaluate and check the function, in microbatches if that was asked for."""
         if self.microbatch_size is None and self.memory_budget is None:
             return self._at_once(*func_args)
         batch = len(func_args) - 1
@@ -84,10 +84,10 @@ class ValueFunction:
         return run(*func_args)
 
     def rows_of_aux(self, func_args: Sequence[PyTree], aux: PyTree) -> PyTree:
-        """For each array in `aux`, whether it has a row for each example.
+        """Return for each array in `aux` whether it has a row for each example.
 
-        Those have that grow with the batch. If the function takes no larger one, it is all that are
-        as long as the batch.
+        These are the arrays that grow with the batch. If the function does not accept a larger one,
+        they are all that are as long as the batch.
         """
         *others, batch = func_args
         length = length_of(batch)
@@ -96,7 +96,7 @@ class ValueFunction:
             return are_long
         try:
             longer = jax.eval_shape(self._at_once, *others, jax.tree.map(_doubled, batch)).aux
-        except Exception:  # noqa: BLE001  It is the user's function, which may refuse in any way.
+        except Exception:  # noqa: BLE001  A user-supplied function may raise anything.
             return are_long
         has_grown = lambda is_long, x, other: is_long and x.shape != other.shape
         return jax.tree.map(has_grown, are_long, aux, longer)
@@ -154,10 +154,10 @@ class ValueFunction:
             )
 
     def for_estimator(self, given: Fun | None, func_args: Sequence[PyTree]) -> Fun:
-        """The function in which losses are registered.
+        """Return the function in which losses are registered.
 
-        The one that is given for it; or else what `jax.value_and_grad` was applied to, which it
-        keeps as `__wrapped__`, if a loss is registered in that; or else `value_and_grad_func`
+        It is `given` if that is not None; else the function that `jax.value_and_grad` was applied
+        to, which it keeps as `__wrapped__`, if that registers a loss; else `value_and_grad_func`
         itself, whose derivative rules may register one.
         """
         if given is not None:
@@ -182,11 +182,10 @@ _LAST = Accumulator(
 
 
 def _accumulators(shapes: Evaluation, rows: PyTree) -> Any:
-    """How what the function returns for microbatches is put together.
+    """Return how results of microbatches are reduced.
 
-    Means, each microbatch counting as many times as it has examples. Of a state that has no mean,
-    such as a number of steps, the last. In `aux`, what has a row for each example is concatenated,
-    and whole numbers are summed.
+    By means, weighted by the number of examples. Of a state that has no mean, such as a step
+    counter, the last is taken. In `aux`, rows of examples are concatenated and integers summed.
     """
     mean: Any = AccumulationType.MEAN
 
@@ -207,13 +206,13 @@ def _accumulators(shapes: Evaluation, rows: PyTree) -> Any:
 
 
 def _doubled(x: Any) -> Any:
-    """The type of a part of a batch with twice as many examples."""
+    """Return the type of a leaf of a batch with twice as many examples."""
     shape = jnp.shape(x)
     return x if axes_of(x) is None else _jax.resized(jnp.asarray(x), (2 * shape[0], *shape[1:]))
 
 
 def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:
-    """Whether a function can be called with these arguments, as far as it tells."""
+    """Return whether a function has a signature that accepts these arguments."""
     try:
         inspect.signature(func).bind(*func_args)
     except (TypeError, ValueError):
