@@ -298,14 +298,13 @@ def map_indices(
     *,
     where: str,
     out_axes: Axes = 0,
-    limit: int | None = None,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
     """`fun` of each number below `length`, for `size` of them at a time, collected."""
     plan = ChunkPlan.of(length, size)
     kind = AccumulationType.CONCAT
-    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=limit, where=where)
-    return reduce_indices(fun, length, size, reduction.reducer, limit=limit, each_chunk=each_chunk)
+    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=None, where=where)
+    return reduce_indices(fun, length, size, reduction.reducer, each_chunk=each_chunk)
 
 
 def reduce_indices(
@@ -314,7 +313,6 @@ def reduce_indices(
     size: int,
     make_reducer: Callable[[PyTree], Reducer],
     *,
-    limit: int | None = None,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
     """`fun` of each number below `length`, for `size` of them at a time, given to a reducer.
@@ -322,8 +320,7 @@ def reduce_indices(
     `each_chunk` is called with each chunk, when that is traced.
     """
     plan = ChunkPlan.of(length, size)
-    limit = None if limit is None or limit >= plan.num_chunks else limit
-    vectorised = jax.vmap(trace_once(fun, plan, limit))
+    vectorised = jax.vmap(trace_once(fun, plan, None))
 
     def compute(arrays: Sequence[Array]) -> PyTree:
         if each_chunk is not None:
@@ -331,7 +328,7 @@ def reduce_indices(
         return vectorised(*arrays)
 
     numbers = jnp.arange(length, dtype=jnp.int32)
-    return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer, limit=limit)
+    return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer)
 
 
 def _without_scattered_rows(
