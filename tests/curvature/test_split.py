@@ -82,10 +82,10 @@ def test_units_are_summed_where_their_row_is_and_sent_to_all(count):
     for shard in shards:
         shape = (count, sum(shard.lengths), 2)
         units = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
-        rows = jax.vmap(lambda x, s=shard: s.mine_of_sum(x, "d"), axis_name="d")(units)
+        rows = jax.vmap(lambda x, s=shard: s.local_rows_of_sum(x, "d"), axis_name="d")(units)
         expected = shard.to_rows(units.sum(0))
         np.testing.assert_allclose(rows.reshape(expected.shape), expected, 1e-12)
-        found = jax.vmap(lambda x, s=shard: s.of_all(x, "d"), axis_name="d")(rows)
+        found = jax.vmap(lambda x, s=shard: s.gathered_units(x, "d"), axis_name="d")(rows)
         np.testing.assert_allclose(found, jnp.broadcast_to(units.sum(0), shape), 1e-12)
 
 

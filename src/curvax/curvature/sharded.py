@@ -1,9 +1,9 @@
-"""`ShardedCurvature`: curvature of which each device keeps and inverts a share.
+"""`ShardedCurvature`: curvature whose Kronecker factors and inverses are sharded over devices.
 
-The estimate is that of `BlockDiagonalCurvature`. But of the factors of Kronecker-factored blocks,
-and of their inverses, a device has some and not all: those pairs of which `Shard` says that they
-are its own. Sums over examples are sent to whoever has the factor; products with inverses are
-computed where these are, and sent to all. Blocks of other kinds are the same on all devices.
+The estimate is that of `BlockDiagonalCurvature`. But each pair of Kronecker factors, and its
+inverses, is on one device, which `Shard` says. Sums over examples are scattered to the devices that
+have the factors; products with inverses are computed where these are, and gathered. Blocks of other
+kinds are replicated.
 """
 
 import dataclasses
@@ -52,12 +52,12 @@ __all__ = [
 ]
 
 
-# Which Kronecker factors lie on which device, where each device has a share of them.
+# Which device has which Kronecker factors.
 #
-# All pairs of factors of one shape, of several blocks or along the axes in front of one, are
-# units of a `Shard`, and rows of common arrays. Each device has as many rows of these, so that
-# JAX can split them; those without a unit are zero. Which unit is where is settled once: units
-# that are the most work first, each on the device that has the least to do so far.
+# All pairs of factors of one shape, of several blocks or along the leading axes of one, are units
+# of a `Shard`, and rows of common arrays. JAX shards arrays evenly, so every device has the same
+# number of rows; rows without a unit are zero. Units are assigned once: those with the most work
+# first, each to the device with the least work so far.
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Shard:
         return self.rows * len(self.places)
 
     def stacked(self, stack: tuple[int, ...]) -> Kronecker:
-        """How to compute with several units at once, along axes in front."""
+        """Return how to compute with several units at once, along leading axes."""
         kronecker = self.blocks[0].kronecker
         along = lambda side: dataclasses.replace(side, stack=stack)
         return Kronecker(along(kronecker.inputs), along(kronecker.outputs))
@@ -135,20 +135,20 @@ class Shard:
         """All units, from the rows of all devices; also on the host."""
         return rows[self._row_of_unit]
 
-    def mine(self, units: Array, axis: str | None) -> Array:
-        """The rows of the device that asks, from all units; without an axis all rows."""
+    def local_rows(self, units: Array, axis: str | None) -> Array:
+        """Return the rows of this device, from all units; without an axis all rows."""
         if axis is None:
             return self.to_rows(units)
         return self._filled(units, jnp.asarray(self._slots)[lax.axis_index(axis)])
 
-    def mine_of_sum(self, units: Array, axis: str | None) -> Array:
-        """As `mine`, of the sum over devices of the units that each has."""
+    def local_rows_of_sum(self, units: Array, axis: str | None) -> Array:
+        """Return `local_rows` of the sum of all devices' units."""
         if axis is None or self.is_sparse:
-            return self.mine(units if axis is None else lax.psum(units, axis), axis)
+            return self.local_rows(units if axis is None else lax.psum(units, axis), axis)
         return lax.psum_scatter(self.to_rows(units), axis, scatter_dimension=0, tiled=True)
 
-    def of_all(self, rows: Array, axis: str | None) -> Array:
-        """All units, from the rows of each device; without an axis from all rows."""
+    def gathered_units(self, rows: Array, axis: str | None) -> Array:
+        """Gather all units, from the rows of each device; without an axis from all rows."""
         if axis is None or not self.is_sparse:
             whole = rows if axis is None else lax.all_gather(rows, axis, tiled=True)
             return self.from_rows(whole)
@@ -162,8 +162,8 @@ class Shard:
     def is_sparse(self) -> bool:
         """Whether most rows have no unit, as on many devices.
 
-        What is sent is then a sum of all units, twice, and not rows of which there would be the
-        more the more devices there are.
+        Then units are summed over devices instead of scattering and gathering rows, whose number
+        grows with that of devices.
         """
         return self.num_rows > 2 * sum(self.lengths)
 
@@ -202,7 +202,7 @@ class Shard:
 
 
 def shards_of(blocks: Sequence[Any], count: int) -> list[Shard]:
-    """All Kronecker-factored blocks, by the shapes of their factors, shared out among devices."""
+    """Group all Kronecker-factored blocks by the shapes of factors; assign units to devices."""
     kinds: dict[Any, list[int]] = {}
     for number, block in enumerate(blocks):
         if isinstance(block, TwoKroneckerFactored) and block.is_plain:
@@ -298,7 +298,7 @@ def num_shards(state: Any) -> int | None:
 def initial(
     shard: Shard, exact: Sequence[float], approx: Sequence[float], num_rows: int
 ) -> ShardState:
-    """The state of a shard that has seen nothing yet, with so many rows."""
+    """Return the initial state of a shard, with `num_rows` rows."""
     kronecker = shard.stacked((num_rows,))
     sides = kronecker.inputs, kronecker.outputs
     zeros = lambda: [jnp.zeros(side.shape, shard.dtype) for side in sides]
@@ -325,8 +325,8 @@ def refreshed(
 
     `weights` are what is added to the diagonals, for each unit.
     """
-    scales = shard.mine(shard.per_unit(_scale(own)), axis)
-    weights, kronecker = shard.mine(weights, axis), shard.kronecker
+    scales = shard.local_rows(shard.per_unit(_scale(own)), axis)
+    weights, kronecker = shard.local_rows(weights, axis), shard.kronecker
     exact, approx = powers
 
     def each(row: Array) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def product_with(
     kronecker = shard.stacked((x.shape[0],))
 
     def factors() -> tuple[Array, Array]:
-        rows = shard.mine(shard.per_unit(_scale(own)), axis)
+        rows = shard.local_rows(shard.per_unit(_scale(own)), axis)
         of_row = lambda x: rows.reshape(-1, *[1] * (x.ndim - 1)) * x
         inputs, outputs = (of_row(own.factors[name]) for name in _NAMES)
         return inputs, outputs
@@ -388,12 +388,12 @@ def averaged(
     axis = update.axis_name
     weights = update.ema_old, update.ema_new
     old, new = (jnp.asarray(x).astype(shard.dtype) for x in weights)
-    is_row_fine = shard.mine(shard.per_unit(fine), axis) > 0
+    is_row_fine = shard.local_rows(shard.per_unit(fine), axis) > 0
     factors: dict[str, Array] = {}
     for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
         ndim = len(side.shape)
         values = [found[k].astype(shard.dtype) for found in estimates]
-        rows = shard.mine_of_sum(shard.units(values, ndim), axis)
+        rows = shard.local_rows_of_sum(shard.units(values, ndim), axis)
         if axis is not None:
             rows = rows / lax.axis_size(axis)
         before = own.factors[name]
@@ -457,7 +457,7 @@ def _scale(own: ShardState) -> Array:
 
 
 class ShardedCurvature(BlockDiagonalCurvature):
-    """`BlockDiagonalCurvature`, of whose Kronecker factors each device has a share.
+    """`BlockDiagonalCurvature` with Kronecker factors that are sharded over devices.
 
     Methods that are called with a `pmap_axis_name` are called on all devices of that axis, each
     with its own rows of the state; `state_specs` says which arrays are sharded. Without one, the
@@ -465,9 +465,9 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     Arguments:
         func: as in `BlockDiagonalCurvature`, and so are all that are not named here.
-        num_devices: among how many devices the state is split.
-        axis_name: the name of the axis of these devices. Where functions run on all of them, `init`
-            makes the rows of each; elsewhere, and without a name, all rows.
+        num_devices: the number of devices over which the state is sharded.
+        axis_name: the name of the axis of these devices. Under a `shard_map` over it, `init` makes
+            the rows of each device; elsewhere, and without a name, all rows.
     """
 
     @jax.tree_util.register_dataclass
@@ -476,9 +476,9 @@ class ShardedCurvature(BlockDiagonalCurvature):
         """What the estimator keeps.
 
         Attributes:
-            blocks_states: the state of each block, and None for those that are split.
-            shards: the factors of all others, by their shapes.
-            num_devices: among how many devices they are split.
+            blocks_states: the state of each block, and None for those that are sharded.
+            shards: the factors of these, by their shapes.
+            num_devices: the number of devices over which they are sharded.
         """
 
         shards: tuple[Any, ...]
@@ -493,22 +493,19 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Which blocks are split, and which device has what of them."""
+        """Which blocks are sharded, and which device has which of their units."""
         return self._shards
 
     @property
     def num_devices(self) -> int:
-        """Among how many devices the state is split."""
+        """The number of devices over which the state is sharded."""
         return self._num_devices
 
     @property
     def num_rows(self) -> list[int]:
-        """How many rows the factors of each shape have: on a device, if it is one of all that run.
-
-        Elsewhere all rows are meant.
-        """
-        is_one_of_all = self._axis is not None and _jax.is_bound(self._axis)
-        return [shard.rows if is_one_of_all else shard.num_rows for shard in self._shards]
+        """The number of rows of the factors of each shape; under `shard_map`, of local ones."""
+        is_local = self._axis is not None and _jax.is_bound(self._axis)
+        return [shard.rows if is_local else shard.num_rows for shard in self._shards]
 
     def init(
         self,
@@ -589,10 +586,10 @@ class ShardedCurvature(BlockDiagonalCurvature):
                 block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[number]])
                 for number, block in shard.numbered
             ]
-            x = shard.mine(shard.units(mats, 2), axis)
-            weight = shard.mine(self._weights(shard, weights), axis)
+            x = shard.local_rows(shard.units(mats, 2), axis)
+            weight = shard.local_rows(self._weights(shard, weights), axis)
             product = product_with(shard, own, x, MatrixPower(weight, *options), axis)
-            units = shard.of_blocks(shard.of_all(product, axis))
+            units = shard.of_blocks(shard.gathered_units(product, axis))
             for number, block, own_units, mat in zip(
                 shard.numbers, shard.blocks, units, mats, strict=True
             ):
@@ -631,9 +628,9 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
 
 def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
-    """The state that `BlockDiagonalCurvature` would have, from one with all rows.
+    """Return the state that `BlockDiagonalCurvature` would have, from one with all rows.
 
-    It may be split among other devices than those of the estimator, or be whole already.
+    It may be sharded over another number of devices than the estimator's, or replicated already.
     """
     blocks, states = estimator.blocks or (), list(state.blocks_states)
     is_split = isinstance(state, ShardedCurvature.State)
