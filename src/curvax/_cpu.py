@@ -118,7 +118,7 @@ def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
     more wait for them. In a program with several batches these threads can all be waiting, and it
     never ends: 16 Cholesky factorisations of two matrices each are enough on two cores. Single
     matrices are factorised by the thread that asks for it.
-    Measured: the plain program of 16 factorisations does not end within a minute.
+    Measured: the plain program of 16 factorisations does not end within 20 seconds.
     """
     if matrices.ndim == 2:
         return factorise(matrices)
@@ -191,8 +191,9 @@ def positive_inverse(matrix: Array) -> Array:
     Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Naively,
     `cho_solve((cholesky(matrix), True), identity)`, except that a product of a matrix with its
     transpose is positive even where it is not accurate. It is not finite where a matrix is not
-    positive definite to rounding.
-    POSITIVE_FIGURE
+    positive definite to rounding. Measured for 16 factors of 4 to 126 rows on a busy machine: 0.5
+    of the time to compile, 0.05 of the time to run. For those of 30 to 1001 rows: 1.1 of the time
+    to compile; the time to run is not measured yet by this benchmark.
     """
     size = matrix.shape[-1]
     count, _ = _tiles(size)
@@ -498,7 +499,8 @@ def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
     Plain: `lax.cond`, which on CPUs copies the state, also where it returns it as it is: in a step
     of K-FAC that is as large as all inverses. Here it is a loop of at most one step, which carries
     only what changes.
-    RUN_FIGURE
+    Measured: 0.83 of the temporaries of the inverses of 16 factors. A state of 26 MB that is not
+    donated is copied either way (0.92 of the time to run, which is noise).
     """
     if not _jax.is_tracer(flag):
         return fun(state) if flag else state
