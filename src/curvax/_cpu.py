@@ -191,9 +191,8 @@ def positive_inverse(matrix: Array) -> Array:
     Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Naively,
     `cho_solve((cholesky(matrix), True), identity)`, except that a product of a matrix with its
     transpose is positive even where it is not accurate. It is not finite where a matrix is not
-    positive definite to rounding. Measured for 16 factors of 4 to 126 rows on a busy machine: 0.5
-    of the time to compile, 0.05 of the time to run. For those of 30 to 1001 rows: 1.1 of the time
-    to compile; the time to run is not measured yet by this benchmark.
+    positive definite to rounding. Measured for 16 factors of 30 to 1001 rows: 1.1 of the time to
+    compile; the time to run is not measured by this benchmark yet.
     """
     size = matrix.shape[-1]
     count, _ = _tiles(size)
