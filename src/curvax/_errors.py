@@ -1,9 +1,44 @@
-"""Checks of plain arguments that several public functions share, with their messages."""
+"""The public name in error messages, and checks of plain arguments that public functions share."""
 
+import inspect
 import operator
+import sys
+from types import FrameType
 from typing import Any
 
-__all__ = ["as_integer", "check_divides", "check_size"]
+__all__ = ["as_integer", "check_size", "where"]
+
+
+_PASSED_OVER = {"jax", "contextlib", "functools", "jaxtyping", "beartype"}
+"""Packages whose frames may lie between two of curvax's own."""
+
+
+def where() -> str:
+    """Return the public name that the user called, such as `curvax.hessian`.
+
+    Error messages begin with it. It is read from the stack: the outermost public function or class
+    of curvax below the user's own code, where frames of JAX are passed over. If curvax calls a
+    function of the user, which calls curvax in turn, the inner call is meant.
+    """
+    name, frame = "curvax", inspect.currentframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == "curvax":
+            name = _public_name(frame) or name
+        elif package not in _PASSED_OVER:
+            break
+        frame = frame.f_back
+    return name
+
+
+def _public_name(frame: FrameType) -> str | None:
+    """Return the name of the public function or class that a frame belongs to, if to any."""
+    public = sys.modules["curvax"].__all__
+    own = frame.f_code.co_qualname.partition(".")[0]
+    owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    names = [own, *(each.__name__ for each in classes)]
+    return next((f"curvax.{name}" for name in names if name in public), None)
 
 
 def as_integer(x: Any) -> int | None:
@@ -14,22 +49,22 @@ def as_integer(x: Any) -> int | None:
         return None
 
 
-def check_size(name: str, size: Any, where: str) -> int | None:
+def check_size(name: str, size: Any) -> int | None:
     """A size as the user gave it, as a positive int, or None."""
     if size is None:
         return None
     number = as_integer(size)
     if number is None:
         raise TypeError(
-            f"{where}: {name} must be a Python integer, got {type(size).__name__} {size!r}. "
+            f"{where()}: {name} must be a Python integer, got {type(size).__name__} {size!r}. "
             f"It shapes the program, so it cannot be a traced value or a fraction."
         )
     if number < 1:
-        raise ValueError(f"{where}: {name} must be at least 1, got {number}.")
+        raise ValueError(f"{where()}: {name} must be at least 1, got {number}.")
     return number
 
 
-def check_divides(count: int, length: int, what: str, split: str, where: str) -> None:
+def check_divides(count: int, length: int, what: str, split: str) -> None:
     """Check that `what`, which has `length` examples, can be split evenly by `count`.
 
     `split` is how: "among 8 devices", or "into microbatches of 8".
@@ -38,6 +73,6 @@ def check_divides(count: int, length: int, what: str, split: str, where: str) ->
         lower = length - length % count
         one_of = f"{lower} or {lower + count}" if lower else f"{count}"
         raise ValueError(
-            f"{where}: {what} is split evenly {split}, but has {length} examples, which {count} "
+            f"{where()}: {what} is split evenly {split}, but has {length} examples, which {count} "
             f"does not divide. Use {one_of}."
         )

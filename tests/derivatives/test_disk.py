@@ -26,7 +26,7 @@ from curvax.derivatives.disk.store import (
 )
 from curvax.derivatives.disk.stream import disk_errors
 
-WHERE = "curvax.hessian"
+WHERE = "curvax"
 
 
 def spec(name="", shape=(10, 3), dtype="float64"):
@@ -35,7 +35,7 @@ def spec(name="", shape=(10, 3), dtype="float64"):
 
 def open_store(path, specs=None, **changes):
     options = {"axis": "first", "length": 10, "block_size": 4, "fingerprint": "a" * 64}
-    options |= {"overwrite": False, "where": WHERE} | changes
+    options |= {"overwrite": False} | changes
     return BlockStore.open(path, [spec()] if specs is None else specs, **options)
 
 
@@ -144,7 +144,7 @@ class TestResume:
         assert_complete(open_store(tmp_path / "x.zarr", overwrite=True))
 
     def test_the_recorded_block_size_can_be_asked_for(self, tmp_path):
-        options = {"axis": "first", "length": 10, "fingerprint": "a" * 64, "where": WHERE}
+        options = {"axis": "first", "length": 10, "fingerprint": "a" * 64}
         ask = lambda **more: BlockStore.recorded_block_size(
             tmp_path / "x.zarr", [spec()], **options | {"overwrite": False} | more
         )
@@ -260,14 +260,14 @@ class TestArguments:
             open_store(tmp_path / "x.zarr", [spec("", (10, 3), "bfloat16")])
 
     def test_out_is_a_path_in_a_directory(self, tmp_path):
-        assert check_path(str(tmp_path / "x"), WHERE) == check_path(tmp_path / "x", WHERE)
+        assert check_path(str(tmp_path / "x")) == check_path(tmp_path / "x")
         for out in (3, None, b"x"):
             with refuses(TypeError, "out must be a path, got"):
-                check_path(out, WHERE)
+                check_path(out)
         with refuses(ValueError, "out must be a path such as"):
-            check_path("", WHERE)
+            check_path("")
         with refuses(FileNotFoundError, r"no is not an existing directory\. Create it"):
-            check_path(tmp_path / "no" / "x", WHERE)
+            check_path(tmp_path / "no" / "x")
 
     @pytest.mark.parametrize("missing", [None, type(sys)("zarr")])
     def test_a_missing_zarr_says_what_to_install(self, tmp_path, monkeypatch, missing):
@@ -463,10 +463,10 @@ class TestDamage:
     )
     def test_the_system_refuses_to_write(self, tmp_path, code, words):
         refused = pytest.raises(OSError, match=rf"{WHERE}: cannot write to .*{words}")
-        with refused as info, disk_errors(WHERE, tmp_path):
+        with refused as info, disk_errors(tmp_path):
             raise OSError(code, "raw")
         assert info.value.errno == code
-        with pytest.raises(OSError, match="raw"), disk_errors(WHERE, tmp_path):
+        with pytest.raises(OSError, match="raw"), disk_errors(tmp_path):
             raise OSError(errno.EIO, "raw")
 
 
@@ -479,7 +479,7 @@ from curvax.derivatives.disk.store import ArraySpec, BlockStore
 specs = [ArraySpec("a", (40, 2000), np.dtype("f8")), ArraySpec("b", (40,), np.dtype("f4"))]
 print("ready", flush=True)
 store = BlockStore.open(sys.argv[1], specs, axis="first", length=40, block_size=3,
-                        fingerprint="k", overwrite=False, where="worker")
+                        fingerprint="k", overwrite=False)
 for index in store.unfinished():
     rows = store.rows(index)
     time.sleep(0.03)
@@ -565,7 +565,7 @@ def die_after(*args, **options):
     os._exit(9)
 setattr(where, {call!r}, die_after)
 store.BlockStore.open({str(path)!r}, [store.ArraySpec("", (10, 3), np.dtype("f8"))], axis="first",
-    length=10, block_size=4, fingerprint="a" * 64, overwrite={overwrite}, where="worker")
+    length=10, block_size=4, fingerprint="a" * 64, overwrite={overwrite})
 """
         killed = subprocess.run([sys.executable, "-c", code], check=False)
         assert killed.returncode == 9

@@ -111,7 +111,7 @@ def has_own_update(block: CurvatureBlock) -> bool:
 
 
 def sum_of_terms(
-    layers: Layers, states: Sequence[Any], mode: str, drawn: Sequence[Array], where: str
+    layers: Layers, states: Sequence[Any], mode: str, drawn: Sequence[Array]
 ) -> tuple[Terms, list[Any]]:
     """The sums over all passes of the terms of each block.
 
@@ -119,7 +119,7 @@ def sum_of_terms(
     their statistics in each pass, or the gradient of their parameters.
     """
     at, blocks, sites = layers.at, layers.blocks, layers.sites
-    operands, pull_back = statistics_at(at, layers.rule(states), where)
+    operands, pull_back = statistics_at(at, layers.rule(states))
     passes = sweeps(at, operands, mode, drawn)
 
     def compute(cotangents: Any) -> tuple[Terms, list[Any]]:
@@ -182,14 +182,13 @@ def updated_by_data(
     drawn: Sequence[Array],
     num_passes: int,
     update: AverageUpdate,
-    where: str,
 ) -> list[Any]:
     """The states of all blocks after they were given the data of their layers, in each pass.
 
     Averages over all passes of what is larger by their number are the sums that are wanted.
     """
     at, blocks = layers.at, layers.blocks
-    operands, vjp = layer_data_at(at, where)
+    operands, vjp = layer_data_at(at)
     old, new, batch_size, pmap_axis_name = update
     scale = num_passes**0.5
 

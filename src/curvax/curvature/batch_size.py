@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 
@@ -36,7 +37,6 @@ def default_batch_size_extractor(batch: PyTree) -> int:
         >>> curvax.default_batch_size_extractor(batch)
         32
     """
-    where = "curvax.default_batch_size_extractor"
     found = [
         (leaf_name("batch", path), np.shape(leaf)[0])
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -44,15 +44,15 @@ def default_batch_size_extractor(batch: PyTree) -> int:
     ]
     if not found:
         raise ValueError(
-            f"{where}: the batch has no array with an axis, so its size is not known. Pass "
+            f"{where()}: the batch has no array with an axis, so its size is not known. Pass "
             f"batch_size_extractor, a function of the batch that returns the number of examples."
         )
     if len({size for _, size in found}) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in found)
         raise ValueError(
-            f"{where}: the first axis of all arrays in a batch is that of its examples, but their "
-            f"lengths differ: {listed}. Pass batch_size_extractor, a function of the batch that "
-            f"returns the number of examples."
+            f"{where()}: the first axis of all arrays in a batch is that of its examples, but "
+            f"their lengths differ: {listed}. Pass batch_size_extractor, a function of the batch "
+            f"that returns the number of examples."
         )
     return int(found[0][1])
 

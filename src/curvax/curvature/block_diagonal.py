@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from curvax._errors import where
 from curvax._table import table
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
@@ -105,19 +106,14 @@ class Structure:
     names: tuple[str, ...]
     indices: tuple[tuple[int, ...], ...]
     blocks: tuple[CurvatureBlock, ...]
-    where: str
 
     @classmethod
     def of(
-        cls,
-        at: LossMap,
-        indices: tuple[tuple[int, ...], ...],
-        blocks: tuple[CurvatureBlock, ...],
-        where: str,
+        cls, at: LossMap, indices: tuple[tuple[int, ...], ...], blocks: tuple[CurvatureBlock, ...]
     ) -> "Structure":
         """Blocks of the parameters of a traced function, by the numbers of these."""
         shapes = tuple(v.aval.shape for v in at.processed.params_vars_flat)
-        return cls(at.processed.params_tree, shapes, names_of(at), indices, blocks, where)
+        return cls(at.processed.params_tree, shapes, names_of(at), indices, blocks)
 
     @classmethod
     def of_layers(
@@ -125,20 +121,19 @@ class Structure:
         at: LossMap,
         tag_ctors: Mapping[str, BlockCtor],
         index_ctors: Mapping[tuple[int, ...], BlockCtor],
-        where: str,
     ) -> "Structure":
         """A block for each layer, made as is said for its parameters, its tag, or by default."""
         processed = at.processed
         names, indices = names_of(at), processed.layer_indices
-        _check_single(indices, names, where)
-        _check_ctors(at, tag_ctors, index_ctors, where)
+        _check_single(indices, names)
+        _check_ctors(at, tag_ctors, index_ctors)
         blocks = []
         for layer in processed.layers:
             ctor = index_ctors.get(layer.params) or tag_ctors.get(layer.tag_name)
             equation = LayerEquation.of_layer(layer, processed.params_vars_flat)
             name = ", ".join(names[n] for n in layer.params)
             blocks.append(make_block(ctor or default_block_ctor(layer.tag_name), equation, name))
-        return cls.of(at, indices, tuple(blocks), where)
+        return cls.of(at, indices, tuple(blocks))
 
     def dense(self, blocks: Sequence[Array]) -> Array:
         """All blocks in one matrix, rows and columns in the order of all parameters, flattened."""
@@ -173,7 +168,7 @@ class Structure:
         shapes = tuple(jnp.shape(x) for x in leaves)
         if tree != self.tree or shapes != self.shapes:
             raise ValueError(
-                f"{self.where}: a vector is like the parameters, {self.tree} of the shapes "
+                f"{where()}: a vector is like the parameters, {self.tree} of the shapes "
                 f"{self.shapes}, got {tree} of {shapes}."
             )
         return tuple(tuple(jnp.asarray(leaves[n]) for n in own) for own in self.indices)
@@ -184,7 +179,7 @@ class Structure:
         expected = [len(own) for own in self.indices]
         if counts != expected:
             raise ValueError(
-                f"{self.where}: the blocks have {expected} parameters, got {counts} arrays."
+                f"{where()}: the blocks have {expected} parameters, got {counts} arrays."
             )
         numbered = {
             n: x
@@ -200,13 +195,13 @@ def names_of(at: LossMap) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path) for path, _ in paths)
 
 
-def _check_single(indices: Sequence[tuple[int, ...]], names: Sequence[str], where: str) -> None:
+def _check_single(indices: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
     """Check that each parameter is in one layer, once."""
     counts = [sum(own.count(n) for own in indices) for n in range(len(names))]
     wrong = [name for name, count in zip(names, counts, strict=True) if count != 1]
     if wrong:
         raise ValueError(
-            f"{where}: each parameter is in one block, once, but {', '.join(wrong)} are in none, "
+            f"{where()}: each parameter is in one block, once, but {', '.join(wrong)} are in none, "
             f"in several layers, or in one layer twice: the layers have the parameters {indices}. "
             f"Tag each once."
         )
@@ -216,7 +211,6 @@ def _check_ctors(
     at: LossMap,
     tag_ctors: Mapping[str, BlockCtor],
     index_ctors: Mapping[tuple[int, ...], BlockCtor],
-    where: str,
 ) -> None:
     """What classes of blocks are given for is there."""
     layers, indices = at.processed.layers, at.processed.layer_indices
@@ -227,7 +221,7 @@ def _check_ctors(
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:
         raise ValueError(
-            f"{where}: index_to_block_ctor has {unknown}, but the blocks have the parameters "
+            f"{where()}: index_to_block_ctor has {unknown}, but the blocks have the parameters "
             f"{indices}."
         )
 
@@ -363,7 +357,7 @@ class BlockwiseCurvature(CurvatureEstimator):
     def _known(self) -> Structure:
         if self._made is None:
             raise ValueError(
-                f"{self._where}: the blocks are not known before the function was traced. Call "
+                f"{where()}: the blocks are not known before the function was traced. Call "
                 f"init or finalize(func_args) first."
             )
         return self._made
@@ -454,7 +448,6 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     ) -> None:
         super().__init__(func, params_index, default_estimation_mode)
         self._num_samples = num_samples
-        self._where = f"curvax.{type(self).__name__}"
         self._tag_ctors = {
             full_name(name): ctor for name, ctor in (layer_tag_to_block_ctor or {}).items()
         }
@@ -464,8 +457,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         self._distributed_multiplies = distributed_multiplies
         self._distributed_cache_updates = distributed_cache_updates
         options = {"auto_register_tags": auto_register_tags, **auto_register_kwargs}
-        self._traced = TracedFunction.of(func, params_index, self._where, True, **options)
-        self._batch = BatchArgument(params_index, batch_index, self._where)
+        self._traced = TracedFunction.of(func, params_index, True, **options)
+        self._batch = BatchArgument(params_index, batch_index)
         self._at_once = microbatch_size is None and memory_budget is None
         self._examples_interact = examples_interact
         self._sizes: dict[str, Any] = {
@@ -586,10 +579,10 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         if any(map(has_own_update, blocks)):
             self._check_at_once()
             passes = num_passes(mode, drawn)
-            found = updated_by_data(layers, states, mode, drawn, passes, update, self._where)
+            found = updated_by_data(layers, states, mode, drawn, passes, update)
             return replace(state, blocks_states=tuple(found))
         if self._at_once:
-            terms, batch_sums = sum_of_terms(layers, states, mode, drawn, self._where)
+            terms, batch_sums = sum_of_terms(layers, states, mode, drawn)
         else:
             terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
         terms = with_batch_terms(layers, states, terms, batch_sums, update.axis_name)
@@ -644,7 +637,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
             return [several] * count
         if len(several) != count:
             raise ValueError(
-                f"{self._where}: identity_weight is a number, or one for each of the {count} "
+                f"{where()}: identity_weight is a number, or one for each of the {count} "
                 f"blocks, got {len(several)}."
             )
         return list(several)
@@ -652,13 +645,13 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         """Which blocks there are, for a function of such arguments."""
         at = self._traced.at(func_args)
-        return Structure.of_layers(at, self._tag_ctors, self._index_ctors, self._where)
+        return Structure.of_layers(at, self._tag_ctors, self._index_ctors)
 
     def _check_at_once(self) -> None:
         if not self._at_once:
             names = [block.name for block in self._known.blocks if has_own_update(block)]
             raise ValueError(
-                f"{self._where}: with microbatch_size or memory_budget, blocks must not override "
+                f"{where()}: with microbatch_size or memory_budget, blocks must not override "
                 f"update_curvature_matrix_estimate, but {', '.join(names)} do: what they take from "
                 f"a microbatch is not known to add up."
             )
@@ -675,8 +668,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         batch = self._batch.of(func_args)
         length = length_of(batch)
         if not self._examples_interact:
-            check_separate(layers.at, self._where)
-        rows = [by_example(x, length, self._where) for x in drawn]
+            check_separate(layers.at)
+        rows = [by_example(x, length) for x in drawn]
         run = microbatch(
             self._part,
             argnums=(3, 4),
@@ -691,4 +684,4 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
     ) -> tuple[Terms, list[Any]]:
         layers = self._layers(self._batch.replace(others, batch))
         drawn = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in rows]
-        return sum_of_terms(layers, states, mode.value, drawn, self._where)
+        return sum_of_terms(layers, states, mode.value, drawn)

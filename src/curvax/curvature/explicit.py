@@ -128,7 +128,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         shapes = tuple(v.aval.shape for v in variables)
         site = LayerSite(tag, shapes)
         equation = LayerEquation(None, (site,), tuple(v.aval.dtype for v in variables))
-        return Structure.of(at, (indices,), (ctor(equation, "all parameters"),), self._where)
+        return Structure.of(at, (indices,), (ctor(equation, "all parameters"),))
 
     def _first_example(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         batch = self._batch.of(func_args)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._dtypes import at_least_single
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.loss_products import (
@@ -36,7 +36,6 @@ __all__ = ["ImplicitExactCurvature"]
 
 
 Number = int | float | Array
-_WHERE = "curvax.ImplicitExactCurvature"
 
 
 @final
@@ -100,8 +99,8 @@ class ImplicitExactCurvature:
         memory_budget: int | float | str | None = None,
     ) -> None:
         self.params_index = params_index
-        self._model = LossDerivatives(func, params_index, _WHERE)
-        self._argument = BatchArgument(params_index, batch_index, "curvax.ImplicitExactCurvature")
+        self._model = LossDerivatives(func, params_index)
+        self._argument = BatchArgument(params_index, batch_index)
         self._batch_size_extractor = batch_size_extractor
         self._sum = SumOverExamples(self._model, self._argument, microbatch_size, memory_budget)
 
@@ -280,7 +279,7 @@ class ImplicitExactCurvature:
                 is not known.
         """
         if mode not in MATRICES:
-            raise ValueError(f"{_WHERE}: mode must be 'fisher' or 'ggn', got {mode!r}.")
+            raise ValueError(f"{where()}: mode must be 'fisher' or 'ggn', got {mode!r}.")
         shapes = self._model.inspect(func_args, MATRICES[mode].inner_shapes)
         return shapes, self._known_batch_size(func_args)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.implicit import ImplicitExactCurvature
@@ -161,15 +162,14 @@ def as_linear_operator(
         >>> operator.matvec(jnp.array([1.0, 0.0]))
         Array([5., 1.], dtype=float32)
     """
-    where = "curvax.as_linear_operator"
     if isinstance(curvature, ImplicitExactCurvature):
         if inverse:
             raise ValueError(
-                f"{where}: exact products have no inverse. Give the operator itself to a solver, "
+                f"{where()}: exact products have no inverse. Give the operator itself to a solver, "
                 f"such as lineax.CG, or take an estimator."
             )
         if matrix not in _MATRICES:
-            raise ValueError(f"{where}: matrix is one of {_MATRICES}, got {matrix!r}.")
+            raise ValueError(f"{where()}: matrix is one of {_MATRICES}, got {matrix!r}.")
         return _exact(curvature, at, identity_weight, matrix)
     power = -1 if inverse else 1
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._tree import Static
 from curvax._types import Array, PyTree
 from curvax.curvature.batch_size import is_of_examples
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 
-_WHERE = "curvax.ImplicitExactCurvature"
 _OF_LOSSES: tuple[Operation, ...] = (factor, jacobian_transpose)
 """Products with vectors that have a part for each example."""
 
@@ -49,13 +49,12 @@ class BatchArgument:
 
     params_index: int
     index: int | Sequence[int] | None
-    where: str
 
     def of(self, func_args: Any) -> PyTree:
         """The batch among the arguments; a tuple of those that are named, or of none."""
         if not isinstance(func_args, tuple | list):
             raise TypeError(
-                f"{self.where}: the arguments of the function are given as one sequence, such as "
+                f"{where()}: the arguments of the function are given as one sequence, such as "
                 f"(params, batch), got {type(func_args).__name__}."
             )
         found = tuple(func_args[i] for i in self._places(len(func_args)))
@@ -77,7 +76,7 @@ class BatchArgument:
         params, asked = self.params_index, self.index
         if not -count <= params < count:
             raise ValueError(
-                f"{self.where}: the parameters are argument {params}, but the function was given "
+                f"{where()}: the parameters are argument {params}, but the function was given "
                 f"{count} arguments."
             )
         if asked is None:
@@ -85,7 +84,7 @@ class BatchArgument:
         places = list(asked) if isinstance(asked, Sequence) else [asked]
         if any(not -count <= i < count or (i - params) % count == 0 for i in places):
             raise ValueError(
-                f"{self.where}: batch_index={asked!r} must say which of the {count} arguments are "
+                f"{where()}: batch_index={asked!r} must say which of the {count} arguments are "
                 f"the batch, and not name the parameters, which are argument {params}."
             )
         return [i % count for i in places]
@@ -157,7 +156,7 @@ class SumOverExamples:
         rows = self._model.inspect(func_args, look)
         if operation in (*_OF_LOSSES, factor_transpose) and set(rows) != {length}:
             raise ValueError(
-                f"{_WHERE}: in microbatches, vectors of losses are split like the batch, so each "
+                f"{where()}: in microbatches, vectors of losses are split like the batch, so each "
                 f"loss must have one row for each of the {length} examples, but the losses have "
                 f"{rows}. For this product use an instance without microbatch_size and "
                 f"memory_budget."
@@ -178,7 +177,7 @@ class _Task(NamedTuple):
         found = _rows(losses)
         if [n * self.length for n in found] != [n * length for n in self.rows]:
             raise ValueError(
-                f"{_WHERE}: losses must be sums over examples to be computed in microbatches, but "
+                f"{where()}: losses must be sums over examples to be computed in microbatches, but "
                 f"for {self.length} examples they have {self.rows} rows, and for {length} they "
                 f"have {found}. Leave microbatch_size and memory_budget out, or say by "
                 f"batch_index which arguments are the batch."
@@ -200,12 +199,12 @@ def axes_of(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: 0 if is_of_examples(leaf) else None, batch)
 
 
-def check_separate(at: LossMap, where: str) -> None:
+def check_separate(at: LossMap) -> None:
     """What is computed for one example does not depend on others."""
     operation = at.processed.interaction
     if operation is not None:
         raise ValueError(
-            f"{where}: the examples of a batch interact, by `{operation}` (as with batch "
+            f"{where()}: the examples of a batch interact, by `{operation}` (as with batch "
             f"normalisation in training), so that a batch is not the sum of its microbatches. "
             f"Leave microbatch_size and memory_budget out, or say examples_interact=True to take "
             f"each microbatch for a batch (in curvax.Optimizer: "
@@ -213,12 +212,12 @@ def check_separate(at: LossMap, where: str) -> None:
         )
 
 
-def by_example(x: Array, length: int, where: str) -> Array:
+def by_example(x: Array, length: int) -> Array:
     """What has a row for each of a loss, as (examples, rows of each, ...)."""
     if not length or x.shape[0] % length:
         raise ValueError(
-            f"{where}: in microbatches each example has as many rows of every loss, but there are "
-            f"{x.shape[0]} rows for {length} examples. Leave microbatch_size and memory_budget "
+            f"{where()}: in microbatches each example has as many rows of every loss, but there "
+            f"are {x.shape[0]} rows for {length} examples. Leave microbatch_size and memory_budget "
             f"out, or, in an estimator, say by batch_index which arguments are the batch."
         )
     return jnp.moveaxis(x.reshape(-1, length, *x.shape[1:]), 1, 0)

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._cpu import all_finite
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.curvature.backward_passes import AverageUpdate, Terms, has_own_update
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure
@@ -561,7 +562,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         own = [block.name for block in made.blocks if has_own_update(block)]
         if own:
             raise ValueError(
-                f"{self._where}: a state that is split among devices goes with blocks of curvax, "
+                f"{where()}: a state that is split among devices goes with blocks of curvax, "
                 f"but {', '.join(own)} override update_curvature_matrix_estimate."
             )
         self._shards = shards_of(made.blocks, self._num_devices)
@@ -622,7 +623,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
     def _check_no_eigenvalues(self, wanted: bool) -> None:
         if wanted:
             raise ValueError(
-                f"{self._where}: a state that is split among devices has no eigenvalues in its "
+                f"{where()}: a state that is split among devices has no eigenvalues in its "
                 f"cache. Compute them when they are needed: use_cached=False."
             )
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from curvax._errors import where
 from curvax._types import Array
 from curvax.curvature.linear_operator import CurvatureOperator, import_matfree_decompositions
 
@@ -124,15 +125,14 @@ def spectral_density(
         >>> f"{density.dim} eigenvalues, {density.smallest:.3f} to {density.largest:.3f}"
         '2 eigenvalues, 2.000 to 8.000'
     """
-    where = "curvax.spectral_density"
     if num_samples < 1 or num_steps < 1:
         raise ValueError(
-            f"{where}: num_samples and num_steps are at least one, got {num_samples} and "
+            f"{where()}: num_samples and num_steps are at least one, got {num_samples} and "
             f"{num_steps}."
         )
     if not isinstance(operator, CurvatureOperator):
         raise TypeError(
-            f"{where}: operator must be a curvax.CurvatureOperator, got "
+            f"{where()}: operator must be a curvax.CurvatureOperator, got "
             f"{type(operator).__name__}. Exact products and estimators become one by "
             f"curvax.as_linear_operator: as_linear_operator(exact, func_args, matrix='ggn'), or "
             f"as_linear_operator(estimator, state)."

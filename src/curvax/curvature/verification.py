@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._table import table
 from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
@@ -105,11 +106,10 @@ def verify_curvature(
     Raises:
         ValueError: if there is no such matrix, or `num_probes` is less than one.
     """
-    where = "curvax.verify_curvature"
     matrix = estimator.default_mat_type if matrix is None else matrix
     if matrix not in ("fisher", "ggn", "hessian") or num_probes < 1:
         raise ValueError(
-            f"{where}: matrix is 'fisher', 'ggn' or 'hessian' and num_probes at least one, got "
+            f"{where()}: matrix is 'fisher', 'ggn' or 'hessian' and num_probes at least one, got "
             f"{matrix!r} and {num_probes}."
         )
     options: dict[str, Any] = {"batch_index": estimator.batch_argument}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size, TreeDef
 from curvax.devices.agreement import check_agreement, describe
@@ -58,7 +58,6 @@ class Options:
     replicated: bool
     to_disk: bool
     """Whether results go to disk. Devices then compute one block after the other of all columns."""
-    where: str
 
     @property
     def has_size(self) -> bool:
@@ -71,7 +70,6 @@ class Options:
 
 
 def check_options(
-    where: str,
     *,
     nbatches: Any,
     batch_size: Any,
@@ -84,41 +82,42 @@ def check_options(
     to_disk: bool = False,
 ) -> Options:
     """Check the options that do not depend on the point."""
-    along = MeshAxis.of(mesh, axis, where, replicated)
+    along = MeshAxis.of(mesh, axis, replicated)
     if replicated and to_disk:
         raise ValueError(
-            f"{where}: replicated=True asks for results in the memory of every device, and "
+            f"{where()}: replicated=True asks for results in the memory of every device, and "
             f"out= for results on disk. Leave one of them out."
         )
     if along is not None:
-        along.check_outside(where)
-        _check_processes(along, where)
-    number = check_size("nbatches", nbatches, where)
-    size = check_size("batch_size", batch_size, where)
+        along.check_outside()
+        _check_processes(along)
+    number = check_size("nbatches", nbatches)
+    size = check_size("batch_size", batch_size)
     if number is None:
-        raise TypeError(f"{where}: nbatches must be a Python integer, got None.")
+        raise TypeError(f"{where()}: nbatches must be a Python integer, got None.")
     if size is not None and number != 1:
         raise ValueError(
-            f"{where}: give nbatches or batch_size, not both; got nbatches={number} and "
+            f"{where()}: give nbatches or batch_size, not both; got nbatches={number} and "
             f"batch_size={size}."
         )
     budget = check_budget(
         memory_budget,
         {"nbatches": None if number == 1 else number, "batch_size": size},
-        where,
         objective=objective,
         advice=_ADVICE,
         is_shared=along is not None and along.is_multi_process,
     )
     if budget is not None and not jit:
         raise ValueError(
-            f"{where}: a memory budget is for a compiled program; it cannot be kept with jit=False."
+            f"{where()}: a memory budget is for a compiled program; it cannot be kept with "
+            "jit=False."
         )
     if along is not None and not jit:
         raise ValueError(
-            f"{where}: what runs on a mesh is a compiled program; mesh= does not go with jit=False."
+            f"{where()}: what runs on a mesh is a compiled program; mesh= does not go with "
+            "jit=False."
         )
-    return Options(number, size, budget, jit, along, replicated, to_disk, where)
+    return Options(number, size, budget, jit, along, replicated, to_disk)
 
 
 def check_block_size(
@@ -133,7 +132,7 @@ def check_block_size(
         count = 1 if options.axis is None else options.axis.count
         each = f" on each of {count} devices" if count > 1 and not options.to_disk else ""
         raise ValueError(
-            f"{options.where}: nbatches={options.nbatches} is more than there are {what} to share "
+            f"{where()}: nbatches={options.nbatches} is more than there are {what} to share "
             f"out{each}: {most}."
         )
     if options.batch_size is None:
@@ -141,12 +140,12 @@ def check_block_size(
     return max(1, min(options.batch_size, length))
 
 
-def _check_processes(axis: MeshAxis, where: str) -> None:
+def _check_processes(axis: MeshAxis) -> None:
     """Check that a mesh belongs to one process or to all, since all take part in collectives."""
     found = {device.process_index for device in axis.mesh.devices.flat}
     if 1 < len(found) < jax.process_count():
         raise ValueError(
-            f"{where}: the mesh has devices of the processes {sorted(found)}, but there are "
+            f"{where()}: the mesh has devices of the processes {sorted(found)}, but there are "
             f"{jax.process_count()} processes. Use a mesh with devices of all of them, or of one."
         )
 
@@ -156,12 +155,12 @@ def check_on_mesh(name: str, tree: PyTree, options: Options) -> PyTree:
 
     Unit vectors are replicated, and tangents have the types of what they are tangent to.
     """
-    axis, where = options.axis, options.where
+    axis = options.axis
     if axis is None:
         return tree
     if axis.is_multi_process and not any(map(_jax.is_tracer, jax.tree.leaves(tree))):
-        check_agreement(describe(name, tree), where)
-    axis.check_placement(name, tree, where)
+        check_agreement(describe(name, tree))
+    axis.check_placement(name, tree)
 
     def replicate(leaf: Array) -> Array:
         if _jax.sharding_of(leaf) is None:
@@ -180,7 +179,7 @@ def check_point(x: PyTree, options: Options) -> tuple["Point", PyTree]:
 
     Python numbers become arrays: another number is then other data, not another program.
     """
-    point = Point.of(x, options.where)
+    point = Point.of(x)
     return point, check_on_mesh("x", jax.tree.map(jnp.asarray, x), options)
 
 
@@ -204,7 +203,7 @@ class Point:
     dtypes: tuple[Any, ...]
 
     @classmethod
-    def of(cls, x: PyTree, where: str, name: str = "x") -> "Point":
+    def of(cls, x: PyTree, name: str = "x") -> "Point":
         """Check that `x` can be differentiated by: real floating-point arrays and numbers."""
         leaves = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(x):
@@ -212,7 +211,7 @@ class Point:
             if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
                 kind = type(leaf).__name__ if array is None else array.dtype
                 raise TypeError(
-                    f"{where}: {leaf_name(name, path)} is of type {kind}, but derivatives are "
+                    f"{where()}: {leaf_name(name, path)} is of type {kind}, but derivatives are "
                     f"taken of and with respect to real floating-point numbers. Convert it, or let "
                     f"the function close over it; split a complex number into its two parts."
                 )
@@ -355,20 +354,20 @@ def trace_function(fun: Fun, args: Sequence[PyTree], options: Options) -> Traced
     return TracedFunction(fun, program, outputs, key, is_settled)
 
 
-def value_shapes(f: TracedFunction, has_aux: bool, where: str) -> PyTree:
+def value_shapes(f: TracedFunction, has_aux: bool) -> PyTree:
     """Return the shapes of the value of `f`, without those of its auxiliary value."""
     returned = f.outputs
     if not has_aux:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
-            f"{where}: with has_aux=True, f must return a pair (value, aux), got {returned}."
+            f"{where()}: with has_aux=True, f must return a pair (value, aux), got {returned}."
         )
     return returned[0]
 
 
-def check_scalar(returned: Any, what: str, where: str, advice: str = "") -> None:
+def check_scalar(returned: Any, what: str, advice: str = "") -> None:
     """Check that a function returns one real floating-point number."""
     real = hasattr(returned, "dtype") and jnp.issubdtype(returned.dtype, jnp.floating)
     if not real or returned.shape != ():
-        raise TypeError(f"{where}: {what}, got {returned}.{advice}")
+        raise TypeError(f"{where()}: {what}, got {returned}.{advice}")

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import Options, TracedFunction
 from curvax.devices.mesh_axis import MeshAxis
@@ -97,7 +98,7 @@ def compute_columns(
     On a mesh, these are the columns of each device.
     """
     lengths = [options.local_length(part.length) for part in problem.parts]
-    bar = Progress.of(options.where, lengths, size) if progress else None
+    bar = Progress.of(lengths, size) if progress else None
     if options.axis is not None:
         return _compute_sharded(problem, x, size, options, bar)
     prepared, aux = problem.prepare(x)
@@ -105,9 +106,7 @@ def compute_columns(
     def result(part: Part) -> PyTree:
         column = lambda index: part.column(prepared, index)
         tick = None if bar is None else bar.tick
-        columns = map_indices(
-            column, part.length, size, out_axes=part.axis, each_chunk=tick, where=options.where
-        )
+        columns = map_indices(column, part.length, size, out_axes=part.axis, each_chunk=tick)
         return part.result(columns)
 
     return list(map(result, problem.parts)), aux
@@ -130,7 +129,7 @@ def plan_blocks(
     columns.
     """
     fun, is_settled = functions[0].fun, all(f.is_settled for f in functions)
-    key = options.where, options.axis, options.replicated, key
+    key = where(), options.axis, options.replicated, key
     if is_settled:
         key = *key, tuple(f.key for f in functions)
     if options.budget is not None:
@@ -177,7 +176,7 @@ def put_on_mesh(
     others = [kind for name, kind in kinds.items() if name not in axis.names]
     if progress and AxisType.Explicit in others:
         raise ValueError(
-            f"{options.where}: progress=True calls back from the devices, which JAX does not do "
+            f"{where()}: progress=True calls back from the devices, which JAX does not do "
             f"where a mesh has other Explicit axes than those along which work is split. Leave it "
             f"out, or make these axes Auto."
         )
@@ -192,7 +191,7 @@ def check_closed_over(fun: Fun, x: PyTree, options: Options) -> None:
     for const in jax.make_jaxpr(fun)(x).consts:
         if _jax.sharding_of(const) is not None:
             raise ValueError(
-                f"{options.where}: f closes over an array {const.dtype}{list(const.shape)} that is "
+                f"{where()}: f closes over an array {const.dtype}{list(const.shape)} that is "
                 f"on a mesh with Explicit axes, which JAX does not let into what runs on the "
                 f"devices of a mesh. Let it close over numpy.asarray(array), or use a mesh "
                 f"with Auto axes."
@@ -214,9 +213,7 @@ def _compute_sharded(
             length = options.local_length(part.length)
             before, last = axis.axis_index() * length, jnp.int32(part.length - 1)
             column = lambda index: part.column(prepared, jnp.minimum(before + index, last))
-            shard = map_indices(
-                column, length, size, out_axes=part.axis, each_chunk=tick, where=options.where
-            )
+            shard = map_indices(column, length, size, out_axes=part.axis, each_chunk=tick)
             return sharded.result(part, shard)
 
         return list(map(result, problem.parts)), aux
@@ -332,7 +329,7 @@ def raised(fun: Callable[..., Any], *args: PyTree) -> Exception | None:
 
 @contextmanager
 def advised(
-    where: str, reason: Callable[[], Exception | None], advice: Callable[[], str | None]
+    reason: Callable[[], Exception | None], advice: Callable[[], str | None]
 ) -> Generator[None]:
     """Say what to do if a function lacks the derivatives that are taken inside the block.
 
@@ -348,11 +345,10 @@ def advised(
         if known is None:
             raise
         said = str(lacking).strip().split("\n", 1)[0]
-        raise ValueError(f"{where}: {known} JAX says: {said}") from error
+        raise ValueError(f"{where()}: {known} JAX says: {said}") from error
 
 
 def advised_to_go_forward(
-    where: str,
     problem: Callable[[Fun], BlockProblem],
     f: TracedFunction,
     x: PyTree,
@@ -372,7 +368,7 @@ def advised_to_go_forward(
             "mode='forward')[0], x, mode='forward')[0] is the Hessian."
         )
 
-    return advised(where, lambda: why_not(problem(g), x), advice)
+    return advised(lambda: why_not(problem(g), x), advice)
 
 
 # A progress bar that a compiled program advances.
@@ -393,10 +389,10 @@ class Progress:
         self._bar: Any = None
 
     @classmethod
-    def of(cls, where: str, lengths: Sequence[int], size: int) -> "Progress":
+    def of(cls, lengths: Sequence[int], size: int) -> "Progress":
         """Return the bar of a public function, for columns in blocks of `size`."""
         blocks = [max(1, -(-length // size)) for length in lengths]
-        return cls(where.partition(".")[2], sum(blocks))
+        return cls(where().partition(".")[2], sum(blocks))
 
     def tick(self, device: Array | None = None) -> None:
         """Let the program that is traced advance the bar, if on several devices by the first."""

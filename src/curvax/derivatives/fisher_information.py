@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.derivatives.arguments import (
@@ -89,9 +90,7 @@ def fisher_information(
         Array([[1., 0.],
                [0., 1.]], dtype=float32)
     """
-    where = "curvax.fisher_information"
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -100,10 +99,10 @@ def fisher_information(
         mesh=mesh,
         axis=axis,
     )
-    point, x = Point.of(x, where), jax.tree.map(jnp.asarray, x)
-    num_examples = _num_examples(data, where)
+    point, x = Point.of(x), jax.tree.map(jnp.asarray, x)
+    num_examples = _num_examples(data)
     if options.axis is not None:
-        options.axis.check_divides(num_examples, "data", where)
+        options.axis.check_divides(num_examples, "data")
     length = options.local_length(num_examples)
     block_size = check_block_size(options, length, what="examples")
     traced = _trace_log_likelihood(loglike, x, data, options)
@@ -125,7 +124,7 @@ def fisher_information(
 
         return program
 
-    with advised(where, *_forward_advice(traced, x, data)):
+    with advised(*_forward_advice(traced, x, data)):
         args = traced.consts, x, data
         plan = plan_blocks(build, [traced], args, options, block_size, length, key=checkpoint)
         F = plan(*args)
@@ -138,7 +137,7 @@ def _trace_log_likelihood(
     """Trace the log-likelihood of one example, and check that it is one real number."""
     traced = trace_function(loglike, (x, _first_example(data)), options)
     message = "loglike must return a real floating-point scalar for an example"
-    check_scalar(traced.outputs, message, options.where)
+    check_scalar(traced.outputs, message)
     return traced
 
 
@@ -166,7 +165,7 @@ def _forward_advice(
     return lambda: raised(jax.grad(f), x, example), advice
 
 
-def _num_examples(data: Any, where: str) -> int:
+def _num_examples(data: Any) -> int:
     sizes = {
         leaf_name("data", path): jnp.shape(leaf)[:1]
         for path, leaf in jax.tree_util.tree_leaves_with_path(data)
@@ -176,7 +175,7 @@ def _num_examples(data: Any, where: str) -> int:
             f"{name} has {size[0] if size else 'no axis'}" for name, size in sizes.items()
         )
         raise ValueError(
-            f"{where}: data must be arrays with the same number of examples along their leading "
+            f"{where()}: data must be arrays with the same number of examples along their leading "
             f"axes, but {listed or 'there are none'}."
         )
     return next(iter(sizes.values()))[0]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     Options,
@@ -105,9 +106,7 @@ def gauss_newton(
         Array([[4., 5.],
                [5., 9.]], dtype=float32)
     """
-    where = "curvax.gauss_newton"
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -119,11 +118,11 @@ def gauss_newton(
     )
     point, x = check_point(x, options)
     traced = trace_function(f, (x,), options)
-    residuals = Point.of(traced.outputs, where, "f(x)")
+    residuals = Point.of(traced.outputs, "f(x)")
     functions = (
         [traced, _trace_weight(weight, residuals, options)] if callable(weight) else [traced]
     )
-    given, apply = _weight(weight, residuals, where)
+    given, apply = _weight(weight, residuals)
     x_and_weight = x, check_on_mesh("weight", given, options)
     length = options.local_length(point.size)
     block_size = check_block_size(options, length)
@@ -166,7 +165,7 @@ def gauss_newton(
             "J.T @ J or J.T @ W @ J, for an f that returns one vector."
         )
 
-    with advised(where, lacking, advice):
+    with advised(lacking, advice):
         consts = tuple(each.consts for each in functions)
         args = consts, put_on_mesh(functions, problem, x_and_weight, options, progress)
         key = checkpoint, progress
@@ -175,15 +174,13 @@ def gauss_newton(
     return matrix, point.unflatten
 
 
-def _weight(
-    weight: Any, residuals: Point, where: str
-) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
+def _weight(weight: Any, residuals: Point) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
     """The weight as an array, if it is one, and how to apply it to a pytree like the residuals."""
     if weight is None or callable(weight):
         return None, lambda _, tree: tree
     array = jnp.asarray(weight)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{where}: weight is of type {array.dtype}, but residuals are real.")
+        raise TypeError(f"{where()}: weight is of type {array.dtype}, but residuals are real.")
     size = residuals.size
     by_shape = len(residuals.shapes) == 1 and array.shape == residuals.shapes[0]
     if array.shape == (size, size) and not by_shape:
@@ -192,7 +189,7 @@ def _weight(
         product = lambda array, vector: array.reshape(-1) * vector
     else:
         raise ValueError(
-            f"{where}: a weight for {size} residuals is a vector ({size},), a matrix ({size}, "
+            f"{where()}: a weight for {size} residuals is a vector ({size},), a matrix ({size}, "
             f"{size}) or a function, got an array of shape {array.shape}."
         )
 
@@ -214,7 +211,7 @@ def _trace_weight(weight: Fun, residuals: Point, options: Options) -> TracedFunc
     expected = [(shape.shape, shape.dtype) for shape in shapes]
     if jax.tree.structure(returned) != residuals.structure or described != expected:
         raise TypeError(
-            f"{options.where}: weight must return what it is given, a pytree like the residuals. "
+            f"{where()}: weight must return what it is given, a pytree like the residuals. "
             f"It is given {given} and returns {returned}."
         )
     return traced

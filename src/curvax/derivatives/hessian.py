@@ -135,9 +135,7 @@ def hessian(
         Array([[ 802., -400.],
                [-400.,  200.]], dtype=float32)
     """
-    where = "curvax.hessian"
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -174,12 +172,12 @@ def hessian(
             f = traced.bind(consts)
             if groups is None:
                 return compute_columns(rows(f), x, size, options, progress)
-            bar = Progress.of(where, lengths, size) if progress else None
+            bar = Progress.of(lengths, size) if progress else None
             return compute_triangle(f, x, point, groups, size, has_aux, checkpoint, bar)
 
         return program
 
-    with advised_to_go_forward(where, rows, traced, x, has_aux):
+    with advised_to_go_forward(rows, traced, x, has_aux):
         if out is not None:
             problem = rows(traced.untraced())
             arrays, aux = stream(problem, x, options, block_size, out, overwrite, verify, progress)
@@ -266,9 +264,7 @@ def hessian_diagonal(
         >>> curvax.hessian_diagonal(f, {"a": jnp.ones(2), "b": 2.0})
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
-    where = "curvax.hessian_diagonal"
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -303,7 +299,7 @@ def hessian_diagonal(
             problem(traced.bind(consts)), x, size, options, progress
         )
 
-    with advised_to_go_forward(where, problem, traced, x):
+    with advised_to_go_forward(problem, traced, x):
         args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
         key = checkpoint, progress
         plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
@@ -375,9 +371,7 @@ def hessian_blocks(
         Array([[0., 4.],
                [4., 0.]], dtype=float32)
     """
-    where = "curvax.hessian_blocks"
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -422,7 +416,7 @@ def hessian_blocks(
             problem(traced.bind(consts)), x, size, options, progress
         )
 
-    with advised_to_go_forward(where, problem, traced, x):
+    with advised_to_go_forward(problem, traced, x):
         args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
         key = checkpoint, progress
         plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
@@ -434,9 +428,8 @@ def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedF
     """Trace `f` and check that it returns one real number."""
     traced = trace_function(f, (x,), options)
     check_scalar(
-        value_shapes(traced, has_aux, options.where),
+        value_shapes(traced, has_aux),
         "f must return a real floating-point scalar",
-        options.where,
         " If it returns (value, aux), say has_aux=True where that is taken; for a function of "
         "several values see curvax.jacobian and curvax.gauss_newton.",
     )
@@ -521,7 +514,7 @@ def compute_triangle(
             )
 
         if len(groups) == 1:
-            rows = map_indices(row, part.size, size, each_chunk=tick, where="curvax.hessian")
+            rows = map_indices(row, part.size, size, each_chunk=tick)
             return (rows, jnp.zeros(())), aux
         is_last, start = number + 1 == len(groups), point.offsets[group.start]
         into = lambda like: _Mirrored(like, written, start, mirrored=not is_last)

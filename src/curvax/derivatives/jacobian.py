@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
@@ -136,11 +137,9 @@ def jacobian(
                [1., 1.],
                [1., 2.]], dtype=float32)
     """
-    where = "curvax.jacobian"
     if mode not in get_args(Mode):
-        raise ValueError(f"{where}: mode must be one of {get_args(Mode)}, got {mode!r}.")
+        raise ValueError(f"{where()}: mode must be one of {get_args(Mode)}, got {mode!r}.")
     options = check_options(
-        where,
         nbatches=nbatches,
         batch_size=batch_size,
         memory_budget=memory_budget,
@@ -153,7 +152,7 @@ def jacobian(
     )
     point, x = check_point(x, options)
     traced = trace_function(f, (x,), options)
-    outputs = _outputs(traced, has_aux, where)
+    outputs = _outputs(traced, has_aux)
     leaves, structure = jax.tree.flatten(outputs)
 
     def by(reverse: bool, f: Fun) -> BlockProblem:
@@ -162,7 +161,7 @@ def jacobian(
         return _by_columns(f, point, checkpoint, has_aux)
 
     why_not_by = lambda reverse: why_not(by(reverse, traced.traced()), x)
-    reverse = _is_reverse(mode, leaves, out is not None, where)
+    reverse = _is_reverse(mode, leaves, out is not None)
     if reverse is None:
         cheaper = REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
         reverse = _possible(traced, cheaper, why_not_by, (checkpoint, has_aux))
@@ -196,7 +195,7 @@ def jacobian(
             f"mode={there!r}, or mode='auto', which finds out."
         )
 
-    with advised(where, lambda: why_not_by(reverse), other_mode):
+    with advised(lambda: why_not_by(reverse), other_mode):
         if out is not None:
             made = problem(traced.untraced())
             arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
@@ -242,13 +241,13 @@ def _by_rows(
     return BlockProblem(prepare, tuple(map(part, range(len(leaves)))))
 
 
-def _outputs(f: TracedFunction, has_aux: bool, where: str) -> PyTree:
+def _outputs(f: TracedFunction, has_aux: bool) -> PyTree:
     """The shapes of what `f` returns, checked to be something that has derivatives."""
-    returned = value_shapes(f, has_aux, where)
+    returned = value_shapes(f, has_aux)
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"{where}: {leaf_name('f(x)', path)} is of type {leaf.dtype}, which has no "
+                f"{where()}: {leaf_name('f(x)', path)} is of type {leaf.dtype}, which has no "
                 f"derivative. Convert it to floating point, or return it as aux with has_aux=True."
             )
     return returned
@@ -275,19 +274,19 @@ def _is_complex(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
-def _is_reverse(mode: Mode, leaves: Any, to_disk: bool, where: str) -> bool | None:
+def _is_reverse(mode: Mode, leaves: Any, to_disk: bool) -> bool | None:
     """Whether to compute rows, by what was asked for; None if both may be."""
     complex_ = [leaf.dtype for leaf in leaves if _is_complex(leaf)]
     # On disk a block of rows has to be a block of one axis.
     awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
     if mode == "reverse" and complex_:
         raise TypeError(
-            f"{where}: f returns {complex_[0]}, and rows of complex outputs are not defined by "
+            f"{where()}: f returns {complex_[0]}, and rows of complex outputs are not defined by "
             f"JAX's reverse mode. Use mode='forward', or return real and imaginary parts."
         )
     if mode == "reverse" and awkward:
         raise ValueError(
-            f"{where}: rows can be written to disk if f returns one array with one axis. Use "
+            f"{where()}: rows can be written to disk if f returns one array with one axis. Use "
             f"mode='forward', or let f return such an array."
         )
     if mode != "auto" or complex_ or awkward:

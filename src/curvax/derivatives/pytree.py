@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.derivatives.arguments import Point
 
@@ -32,11 +33,10 @@ def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
         >>> curvax.hessian_to_pytree(H, x)["a"]["b"]
         Array([1., 1.], dtype=float32)
     """
-    where = "curvax.hessian_to_pytree"
-    point = Point.of(x, where)
+    point = Point.of(x)
     if jnp.shape(H) != (point.size, point.size):
         raise ValueError(
-            f"{where}: x has {point.size} coordinates, so H must have the shape ({point.size}, "
+            f"{where()}: x has {point.size} coordinates, so H must have the shape ({point.size}, "
             f"{point.size}), got {jnp.shape(H)}."
         )
     rows = [
@@ -69,12 +69,11 @@ def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
         >>> curvax.jacobian_to_pytree(J, x)["b"]
         Array([1., 1.], dtype=float32)
     """
-    where = "curvax.jacobian_to_pytree"
-    point = Point.of(x, where)
+    point = Point.of(x)
     for array in jax.tree.leaves(J):
         if jnp.shape(array)[-1:] != (point.size,):
             raise ValueError(
-                f"{where}: x has {point.size} coordinates, so the last axis of each array of J "
+                f"{where()}: x has {point.size} coordinates, so the last axis of each array of J "
                 f"must have that length, got the shape {jnp.shape(array)}."
             )
     return jax.tree.map(lambda array: _split(array, point), J)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 
@@ -33,23 +34,23 @@ def describe(name: str, tree: PyTree) -> list[str]:
     ]
 
 
-def check_agreement(lines: Iterable[str], where: str, seconds: float = _HOUR) -> None:
+def check_agreement(lines: Iterable[str], seconds: float = _HOUR) -> None:
     """Check that all processes, which must all make this call, give the same lines."""
     text = "\n".join(lines)
     digests = _jax.exchanged(hashlib.sha256(text.encode()).hexdigest(), seconds)
     absent = [process for process, digest in enumerate(digests) if digest is None]
     if absent:
         raise ValueError(
-            f"{where}: all processes must make the same calls on arrays of the same shapes, but "
+            f"{where()}: all processes must make the same calls on arrays of the same shapes, but "
             f"for {seconds} seconds process {', '.join(map(str, absent))} has not made this one, "
             f"which is new in process {jax.process_index()}."
         )
     if len(set(digests)) > 1:
         difference = _first_difference([found or "" for found in _jax.exchanged(text, seconds)])
         raise ValueError(
-            f"{where}: all processes must compute the same, but {difference}. Give all of them the "
-            f"same function and options, and arrays of the same shapes; of a batch, each its own "
-            f"examples."
+            f"{where()}: all processes must compute the same, but {difference}. Give all of them "
+            f"the same function and options, and arrays of the same shapes; of a batch, each its "
+            f"own examples."
         )
 
 
@@ -62,14 +63,14 @@ class NewShapes:
     def __init__(self) -> None:
         self._known: set[tuple[str, ...]] = set()
 
-    def check(self, program: str, arguments: Mapping[str, PyTree], where: str) -> None:
+    def check(self, program: str, arguments: Mapping[str, PyTree]) -> None:
         """Check that all processes call a program with arguments of the same shapes."""
         described = (
             f"the program is {program}",
             *(line for name, tree in arguments.items() for line in describe(name, tree)),
         )
         if described not in self._known:
-            check_agreement(described, where, SECONDS)
+            check_agreement(described, SECONDS)
             self._known.add(described)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from curvax import _jax
-from curvax._errors import check_divides
+from curvax._errors import check_divides, where
 from curvax._tree import leaf_name
 from curvax._types import Array, PyTree
 
@@ -32,11 +32,11 @@ _CLOSED_OVER = (
 )
 
 
-def check_is_mesh(mesh: Any, where: str) -> None:
+def check_is_mesh(mesh: Any) -> None:
     """Check that what the user gave as `mesh` is one."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{where}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',)) "
+            f"{where()}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',)) "
             f"makes; got {type(mesh).__name__}."
         )
 
@@ -49,22 +49,24 @@ class MeshAxis:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, mesh: Any, axis: Any, where: str, replicated: bool = False) -> "MeshAxis | None":
+    def of(cls, mesh: Any, axis: Any, replicated: bool = False) -> "MeshAxis | None":
         """Check `mesh`, `axis` and `replicated` as the user gave them. None is no mesh."""
         if mesh is None:
             if axis is not None:
-                raise ValueError(f"{where}: axis={axis!r} is an axis of a mesh; give mesh as well.")
+                raise ValueError(
+                    f"{where()}: axis={axis!r} is an axis of a mesh; give mesh as well."
+                )
             if replicated:
                 raise ValueError(
-                    f"{where}: replicated=True asks for results on every device of a mesh; give "
+                    f"{where()}: replicated=True asks for results on every device of a mesh; give "
                     f"mesh as well."
                 )
             return None
-        check_is_mesh(mesh, where)
+        check_is_mesh(mesh)
         if axis is None:
             if len(mesh.axis_names) != 1:
                 raise ValueError(
-                    f"{where}: the mesh has the axes {mesh.axis_names}; say along which the work "
+                    f"{where()}: the mesh has the axes {mesh.axis_names}; say along which the work "
                     f"is to be split, with axis=."
                 )
             return cls(mesh, tuple(mesh.axis_names))
@@ -73,7 +75,7 @@ class MeshAxis:
         missing = [name for name in names if name not in mesh.axis_names]
         if missing or not names or len(set(names)) < len(names):
             raise ValueError(
-                f"{where}: axis={axis!r} must name one or more axes of the mesh, which has "
+                f"{where()}: axis={axis!r} must name one or more axes of the mesh, which has "
                 f"{mesh.axis_names}."
             )
         return cls(mesh, names)
@@ -173,7 +175,7 @@ class MeshAxis:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
-    def check_outside(self, where: str) -> None:
+    def check_outside(self) -> None:
         """Check that this is not called inside a `jax.shard_map` over the same axes."""
         around = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
@@ -181,26 +183,24 @@ class MeshAxis:
         inside = [name for name in self.names if name in manual]
         if inside:
             raise ValueError(
-                f"{where}: mesh= splits work along {self.names}, but is called inside of a "
+                f"{where()}: mesh= splits work along {self.names}, but is called inside of a "
                 f"jax.shard_map over {tuple(manual)}, where each device has its part already. "
                 f"Leave mesh out there, or call it outside."
             )
         if manual and dict(around.shape) != dict(self.mesh.shape):
             raise ValueError(
-                f"{where}: the mesh has the axes {dict(self.mesh.shape)}, but this is called "
+                f"{where()}: the mesh has the axes {dict(self.mesh.shape)}, but this is called "
                 f"inside of a jax.shard_map over {tuple(manual)} of another mesh, which has "
                 f"{dict(around.shape)}. Use one mesh for both."
             )
 
-    def check_divides(
-        self, length: int, what: str, where: str, *, is_of_process: bool = False
-    ) -> None:
+    def check_divides(self, length: int, what: str, *, is_of_process: bool = False) -> None:
         """Check that devices divide a number of examples: all of them, or those of this process."""
         count = self.local_count if is_of_process else self.count
         whose = "this process" if is_of_process else "the mesh"
-        check_divides(count, length, what, f"among {count} devices of {whose}", where)
+        check_divides(count, length, what, f"among {count} devices of {whose}")
 
-    def check_placement(self, name: str, tree: PyTree, where: str) -> None:
+    def check_placement(self, name: str, tree: PyTree) -> None:
         """Check that committed arrays live on the mesh's devices."""
         devices = set(self.mesh.devices.flat)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -209,7 +209,7 @@ class MeshAxis:
             if leaf.sharding.device_set != devices:
                 found = sorted(map(str, leaf.sharding.device_set))
                 raise ValueError(
-                    f"{where}: {leaf_name(name, path)} is committed to {', '.join(found[:4])}"
+                    f"{where()}: {leaf_name(name, path)} is committed to {', '.join(found[:4])}"
                     f"{', …' if len(found) > 4 else ''}, which is not where the mesh is "
                     f"({len(devices)} devices). Move it there by jax.device_put(…, jax.sharding."
                     f"NamedSharding(mesh, jax.sharding.PartitionSpec()))."

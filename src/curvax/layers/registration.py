@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tag import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.example_axes import ExamplesInProgram, follow_examples, same_examples
@@ -125,31 +126,31 @@ class Registration:
 
 
 def register(
-    func: Fun, func_args: Sequence[PyTree], params_index: int, options: Options, where: str
+    func: Fun, func_args: Sequence[PyTree], params_index: int, options: Options
 ) -> Registration:
     """Find the layers and losses of `func` at arguments like these."""
     args = tuple(func_args)
     if not -len(args) <= params_index < len(args):
         raise ValueError(
-            f"{where}: params_index={params_index} is out of range of {len(args)} arguments."
+            f"{where()}: params_index={params_index} is out of range of {len(args)} arguments."
         )
     params_index %= len(args)
-    _check_real(args[params_index], where)
+    _check_real(args[params_index])
     with noted_registrations() as noted:
         closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
     program = read(closed)
     losses = [node for node in program.all_nodes() if is_loss(node)]
-    check_tags(program, options.through_custom, where)
-    _check_losses(losses, noted, where)
+    check_tags(program, options.through_custom)
+    _check_losses(losses, noted)
     before = sum(len(jax.tree.leaves(arg)) for arg in args[:params_index])
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args[params_index])]
     needed = needed_for(program, is_loss)
-    _check_references(needed, where)
+    _check_references(needed)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
     generic = options.only_generic
     examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
-    reached = check_reached(needed, losses, params, options.through_custom, where)
+    reached = check_reached(needed, losses, params, options.through_custom)
     followed = follow_examples(needed, params, examples, reached)
     examples.followed = followed.rows
     located = ExamplesInProgram(needed, examples, followed)
@@ -178,7 +179,7 @@ def register(
         any(map(_jax.is_tracer, closed.consts)),
     )
     if options.strict:
-        _check_structured(registration, where)
+        _check_structured(registration)
     return registration
 
 
@@ -201,7 +202,7 @@ def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
     return bool(noted) or any(is_loss(node) for node in read(closed).all_nodes())
 
 
-def _check_real(params: PyTree, where: str) -> None:
+def _check_real(params: PyTree) -> None:
     """All parameters are arrays that have derivatives."""
     kind: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
     wrong = [
@@ -211,12 +212,12 @@ def _check_real(params: PyTree, where: str) -> None:
     ]
     if wrong:
         raise TypeError(
-            f"{where}: parameters are arrays of real or complex numbers, but {', '.join(wrong)} "
+            f"{where()}: parameters are arrays of real or complex numbers, but {', '.join(wrong)} "
             f"are not. Keep them out of the parameters, as with equinox.partition."
         )
 
 
-def check_tags(program: Program, through_custom: bool, where: str) -> None:
+def check_tags(program: Program, through_custom: bool) -> None:
     """Tags are only where they can be used."""
     for node in program.all_nodes():
         hidden = node.kind == "opaque" or (node.kind == "custom" and not through_custom)
@@ -224,7 +225,7 @@ def check_tags(program: Program, through_custom: bool, where: str) -> None:
         tags = {_described(x.primitive, x.params) for x in inner if isinstance(x.primitive, Tag)}
         if not tags:
             continue
-        inside = f"{where}: {', '.join(sorted(tags))} is inside of"
+        inside = f"{where()}: {', '.join(sorted(tags))} is inside of"
         if node.kind == "opaque":
             raise RegistrationError(
                 f"{inside} `{node.name}`, where it cannot be used. Register losses and layers "
@@ -238,23 +239,20 @@ def check_tags(program: Program, through_custom: bool, where: str) -> None:
         )
 
 
-def _check_references(needed: Program, where: str) -> None:
+def _check_references(needed: Program) -> None:
     """Check that no loss is computed from references, through which values cannot be followed."""
     names = {node.name for node in needed.all_nodes() if _jax.reads_reference(node.equation)}
     if names:
         raise RegistrationError(
-            f"{where}: a loss is computed from mutable references (in {', '.join(sorted(names))}), "
-            f"as jax.new_ref makes them, and loops with the setting jax_scan3. Layers cannot be "
-            f"found behind these: compute with arrays, and leave jax_scan3 off."
+            f"{where()}: a loss is computed from mutable references (in "
+            f"{', '.join(sorted(names))}), as jax.new_ref makes them, and loops with the setting "
+            f"jax_scan3. Layers cannot be found behind these: compute with arrays, and leave "
+            "jax_scan3 off."
         )
 
 
 def check_reached(
-    program: Program,
-    losses: Sequence[Node],
-    params: Sequence[Variable],
-    through_custom: bool,
-    where: str,
+    program: Program, losses: Sequence[Node], params: Sequence[Variable], through_custom: bool
 ) -> set[Operand]:
     """Check that each loss has a derivative in some parameter; return what has one of any loss."""
     reached: set[Operand] = set()
@@ -266,7 +264,7 @@ def check_reached(
             constant.append(_described(node.equation.primitive, node.params))
     if constant:
         raise RegistrationError(
-            f"{where}: the predictions of {', '.join(constant)} have no derivative in any "
+            f"{where()}: the predictions of {', '.join(constant)} have no derivative in any "
             f"parameter, so that there is no curvature. Register what is computed from the "
             f"parameters, before `stop_gradient`, rounding or a conversion to integers; a loss "
             f"that is meant to be constant needs no registration."
@@ -278,26 +276,26 @@ def _described(tag: Tag, params: dict[str, Any]) -> str:
     return f"{tag.name} (registered at {params['where']})" if "where" in params else tag.name
 
 
-def _check_losses(losses: Sequence[Node], noted: Sequence[str], where: str) -> None:
+def _check_losses(losses: Sequence[Node], noted: Sequence[str]) -> None:
     found = {node.params["where"] for node in losses}
     lost = [place for place in dict.fromkeys(noted) if place not in found]
     if lost:
         raise RegistrationError(
-            f"{where}: a loss that was registered at {', '.join(lost)} is not in the traced "
+            f"{where()}: a loss that was registered at {', '.join(lost)} is not in the traced "
             f"program. Where a gradient is traced, JAX drops what the gradient does not need "
             f"inside of `jit`, `checkpoint` and `scan`: compute with what register_* returns, or "
             f"give the function itself instead."
         )
     if not losses:
         raise RegistrationError(
-            f"{where}: the function registers no loss. Call one of curvax.register_* (such as "
+            f"{where()}: the function registers no loss. Call one of curvax.register_* (such as "
             f"curvax.register_squared_error_loss) on its predictions. If it does and a gradient is "
             f"traced, JAX may have dropped it inside of `jit`, `checkpoint` or `scan` (which are "
             f"traced only once): register outside of them."
         )
 
 
-def _check_structured(registration: Registration, where: str) -> None:
+def _check_structured(registration: Registration) -> None:
     wrong = [
         f"\n  {registration.names[layer.params[0]]}: {layer.reason or layer.remark}"
         for layer in registration.layers
@@ -305,7 +303,7 @@ def _check_structured(registration: Registration, where: str) -> None:
     ]
     if wrong:
         raise RegistrationError(
-            f"{where}: with strict=True every parameter must belong to a layer that is known, in "
+            f"{where()}: with strict=True every parameter must belong to a layer that is known, in "
             f"all that is done with it and with its examples, but {len(wrong)} of "
             f"{len(registration.names)} do not:"
             f"{''.join(wrong)}"
@@ -313,8 +311,6 @@ def _check_structured(registration: Registration, where: str) -> None:
 
 
 # `auto_register_tags`: a function with its layers tagged, at arguments of any shape.
-
-_WHERE = "curvax.auto_register_tags"
 
 
 class TaggedFunction:
@@ -335,7 +331,7 @@ class TaggedFunction:
         key = tree, _jax.call_key(leaves)
         if key in self._known:
             return self._known[key]
-        found = register(self._func, func_args, self._params_index, self._options, _WHERE)
+        found = register(self._func, func_args, self._params_index, self._options)
         if not found.closes_over_tracers:  # Else it is good for this call only.
             self._known[key] = found
         return found
@@ -405,14 +401,13 @@ def auto_register_tags(
         graph_patterns,
         strict,
         through_custom_derivatives,
-        _WHERE,
     )
     tagged = TaggedFunction(func, params_index, options, compute_only_loss_tags)
     registration = tagged.registration(*func_args)
     if not allow_multiple_registrations:
-        check_single(registration, _WHERE)
+        check_single(registration)
     if not allow_unused_params:
-        check_used(registration, _WHERE)
+        check_used(registration)
     return tagged
 
 
@@ -423,7 +418,6 @@ def registration_options(
     graph_patterns: Sequence[GraphPattern] = DEFAULT_GRAPH_PATTERNS,
     strict: bool = False,
     through_custom_derivatives: bool = False,
-    where: str = _WHERE,
 ) -> Options:
     """The options as the user gave them, checked."""
     known = {pattern.name for pattern in (*graph_patterns, *DEFAULT_GRAPH_PATTERNS)}
@@ -431,7 +425,7 @@ def registration_options(
     unknown = sorted(set(patterns_to_skip) - known)
     if unknown or isinstance(patterns_to_skip, str):
         raise ValueError(
-            f"{where}: patterns_to_skip has {', '.join(unknown) or patterns_to_skip!r}, but the "
+            f"{where()}: patterns_to_skip has {', '.join(unknown) or patterns_to_skip!r}, but the "
             f"patterns are {', '.join(sorted(known))}. Give a sequence of these names."
         )
     return Options(
@@ -444,25 +438,25 @@ def registration_options(
     )
 
 
-def check_single(registration: Registration, where: str) -> None:
+def check_single(registration: Registration) -> None:
     """Each parameter is in one layer."""
     for number, name in enumerate(registration.names):
         layers = [layer.tag_name for layer in registration.layers if number in layer.params]
         if len(layers) > 1:
             raise RegistrationError(
-                f"{where}: {name} is registered in {len(layers)} layers ({', '.join(layers)}). "
+                f"{where()}: {name} is registered in {len(layers)} layers ({', '.join(layers)}). "
                 f"Tag it once, or say allow_multiple_registrations=True."
             )
 
 
-def check_used(registration: Registration, where: str) -> None:
+def check_used(registration: Registration) -> None:
     """Some loss depends on each parameter."""
     unused = [
         registration.names[layer.params[0]] for layer in registration.layers if layer.is_unused
     ]
     if unused:
         raise RegistrationError(
-            f"{where}: no registered loss depends on {', '.join(unused)}. Register the loss that "
+            f"{where()}: no registered loss depends on {', '.join(unused)}. Register the loss that "
             f"does, take them out of the parameters, or say allow_unused_params=True (in "
             f"curvax.Optimizer: auto_register_kwargs={{'allow_unused_params': True}})."
         )

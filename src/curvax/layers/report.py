@@ -82,11 +82,10 @@ def explain_registration(
         >>> [row.tag for row in report.rows]
         ['dense_tag', 'generic_tag', 'dense_tag']
     """
-    where = "curvax.explain_registration"
     for name in ("compute_only_loss_tags", "allow_multiple_registrations", "allow_unused_params"):
         auto_register_kwargs.pop(name, None)
-    options = registration_options(**auto_register_kwargs, where=where)
-    registration = register(func, func_args, params_index, options, where)
+    options = registration_options(**auto_register_kwargs)
+    registration = register(func, func_args, params_index, options)
     leaves = jax.tree.leaves(tuple(func_args)[params_index])
     rows = tuple(
         _row(registration, number, jax.numpy.shape(leaf)) for number, leaf in enumerate(leaves)

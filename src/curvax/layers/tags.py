@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._tag import Tag
 from curvax._types import Array
 
@@ -119,12 +120,11 @@ def register_dense(y: Array, x: Array, w: Array, b: Array | None = None) -> Arra
     Raises:
         ValueError: if the shapes are not those of a dense layer.
     """
-    where = "curvax.register_dense"
-    _check(where, "w", w, w.ndim == 2, "(inputs, outputs)")
-    _check(where, "x", x, x.shape[-1:] == w.shape[:1], f"(..., {w.shape[0]})")
-    _check(where, "y", y, y.shape == (*x.shape[:-1], w.shape[1]), f"{(*x.shape[:-1], w.shape[1])}")
+    _check("w", w, w.ndim == 2, "(inputs, outputs)")
+    _check("x", x, x.shape[-1:] == w.shape[:1], f"(..., {w.shape[0]})")
+    _check("y", y, y.shape == (*x.shape[:-1], w.shape[1]), f"{(*x.shape[:-1], w.shape[1])}")
     if b is not None:
-        _check(where, "b", b, b.shape == w.shape[1:], f"{w.shape[1:]}")
+        _check("b", b, b.shape == w.shape[1:], f"{w.shape[1:]}")
     return dense_tag.bind(y, x, w, *_given(b))
 
 
@@ -145,7 +145,7 @@ def register_conv2d(y: Array, x: Array, w: Array, b: Array | None = None, **para
     Raises:
         ValueError: if there are not two spatial axes.
     """
-    _check("curvax.register_conv2d", "w", w, w.ndim == 4, "two spatial axes and two of channels")
+    _check("w", w, w.ndim == 4, "two spatial axes and two of channels")
     return conv2d_tag.bind(y, x, w, *_given(b), **params)
 
 
@@ -171,14 +171,13 @@ def register_scale_and_shift(
     Raises:
         ValueError: if both are missing, or do not broadcast.
     """
-    where = "curvax.register_scale_and_shift"
     if scale is None and shift is None:
-        raise ValueError(f"{where}: give scale or shift or both, got neither.")
-    _check(where, "y", y, y.shape == x.shape, f"{x.shape}, as x")
+        raise ValueError(f"{where()}: give scale or shift or both, got neither.")
+    _check("y", y, y.shape == x.shape, f"{x.shape}, as x")
     for name, parameter in (("scale", scale), ("shift", shift)):
         if parameter is not None:
             fits = _broadcasts(parameter.shape, x.shape)
-            _check(where, name, parameter, fits, f"one that broadcasts to {x.shape}")
+            _check(name, parameter, fits, f"one that broadcasts to {x.shape}")
     return scale_and_shift_tag.bind(
         y,
         x,
@@ -203,10 +202,9 @@ def register_embedding(y: Array, indices: Array, table: Array) -> Array:
     Raises:
         ValueError: if the shapes are not those, or the indices no integers.
     """
-    where = "curvax.register_embedding"
-    _check(where, "indices", indices, jnp.issubdtype(indices.dtype, jnp.integer), "integers")
+    _check("indices", indices, jnp.issubdtype(indices.dtype, jnp.integer), "integers")
     expected = (*indices.shape, *table.shape[1:])
-    _check(where, "y", y, y.shape == expected, f"{expected}")
+    _check("y", y, y.shape == expected, f"{expected}")
     return embedding_tag.bind(y, indices, table)
 
 
@@ -219,8 +217,9 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(size in (1, other) for size, other in pairs)
 
 
-def _check(where: str, name: str, x: Array, fits: bool, expected: str) -> None:
+def _check(name: str, x: Array, fits: bool, expected: str) -> None:
     if not fits:
         raise ValueError(
-            f"{where}: {name} has the shape {x.shape} and the type {x.dtype}, expected {expected}."
+            f"{where()}: {name} has the shape {x.shape} and the type {x.dtype}, expected "
+            f"{expected}."
         )

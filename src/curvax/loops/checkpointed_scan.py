@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax import _jax, _slicing
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_within
@@ -102,28 +102,25 @@ def checkpointed_scan(
         >>> round(float(jax.grad(decay)(0.01)), 3)  # -100 * 0.99**99
         -36.973
     """
-    where = "curvax.checkpointed_scan"
-    levels = check_size("levels", levels, where)
-    budget = check_budget(
-        memory_budget, {"levels": levels}, where, plan_for=plan_for, objective=objective
-    )
+    levels = check_size("levels", levels)
+    budget = check_budget(memory_budget, {"levels": levels}, plan_for=plan_for, objective=objective)
 
     # With a budget there is a compiled program, which must not be of what `f` was before.
     body = f if budget is None else _jax.untraced(f)
 
     def run(levels: int, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-        program = ScanProgram.of(body, init, xs, length, reverse, where)
+        program = ScanProgram.of(body, init, xs, length, reverse)
         with program.mesh():
-            return run_nested(program, nested_lengths(program.length, levels), unroll, where)
+            return run_nested(program, nested_lengths(program.length, levels), unroll)
 
     if budget is None:
         return run(levels or DEFAULT_LEVELS, init, xs)
     # What is planned is the length of the innermost loop: the longer, the fewer levels.
-    steps = scan_length(xs, length, where)
+    steps = scan_length(xs, length)
     most_levels = range(max(1, steps.bit_length()), 0, -1)
     levels_of = {nested_lengths(steps, levels)[-1]: levels for levels in most_levels}
     build = lambda size: lambda init, xs: run(levels_of[_at_most(levels_of, size)], init, xs)
-    key = where, length, bool(reverse), as_key(unroll)
+    key = where(), length, bool(reverse), as_key(unroll)
     largest = replace(budget, objective="memory")
     plan = plan_call(largest, f, build, (init, xs), {}, sorted(levels_of), key=key)
     return plan(init, xs)
@@ -163,15 +160,15 @@ def _root(number: int, degree: int) -> int:
 
 
 def run_nested(
-    program: ScanProgram, lengths: tuple[int, ...], unroll: int | bool, where: str
+    program: ScanProgram, lengths: tuple[int, ...], unroll: int | bool
 ) -> tuple[Carry, PyTree]:
     """All steps of a program, in nested loops of these lengths, outermost first.
 
     The first length is only a guide: the outermost loop has as many rounds as the steps fill, be it
     more or fewer. What is left runs after it.
     """
-    unroll_within(unroll, program.length, where)
-    nest = _Nest(lengths, unroll, where)
+    unroll_within(unroll, program.length)
+    nest = _Nest(lengths, unroll)
     if len(lengths) == 1:
         return nest.run(program, program.init, 0, 0, program.length)
     outputs = Outputs(program, program.length)
@@ -218,7 +215,6 @@ class _Nest:
 
     lengths: tuple[int, ...]
     unroll: int | bool
-    where: str
 
     def size(self, depth: int) -> int:
         """The steps that one round of the loop at that depth takes."""
@@ -230,7 +226,7 @@ class _Nest:
         """`count` rounds of the loop at that depth, and all they put out, by position."""
         within, xs = _narrowed(program, time, count * self.size(depth))
         if depth == len(self.lengths) - 1:
-            most = unroll_within(self.unroll, count, self.where)
+            most = unroll_within(self.unroll, count)
             return lax.scan(program.f, carry, xs, count, program.reverse, most)
         # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
         run_round = jax.checkpoint(
@@ -333,27 +329,26 @@ def checkpoint_chunked_scan(
         >>> round(float(jax.grad(decay)(0.01)), 3)  # -100 * 0.99**99
         -36.973
     """
-    where = "curvax.checkpoint_chunked_scan"
-    chunk_size = check_size("chunk_size", chunk_size, where)
+    chunk_size = check_size("chunk_size", chunk_size)
     sizes = {"chunk_size": chunk_size}
     budget = check_budget(
-        memory_budget, sizes, where, plan_for=plan_for, objective=objective, advice=_ADVICE
+        memory_budget, sizes, plan_for=plan_for, objective=objective, advice=_ADVICE
     )
     # With a budget there is a compiled program, which must not be of what `f` was before.
     body = f if budget is None else _jax.untraced(f)
 
     def run(size: int | None, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-        program = ScanProgram.of(body, init, xs, length, reverse, where)
+        program = ScanProgram.of(body, init, xs, length, reverse)
         with program.mesh():
-            return _run_chunks(program, size or max(1, program.length), unroll, where)
+            return _run_chunks(program, size or max(1, program.length), unroll)
 
     if budget is None:
         return run(chunk_size, init, xs)
     build = lambda size: functools.partial(run, size)
-    steps = scan_length(xs, length, where)
+    steps = scan_length(xs, length)
     # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
     sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)
-    key = where, length, bool(reverse), as_key(unroll)
+    key = where(), length, bool(reverse), as_key(unroll)
     plan = plan_call(budget, f, build, (init, xs), {}, sizes, key=key)
     return plan(init, xs)
 
@@ -361,11 +356,9 @@ def checkpoint_chunked_scan(
 _ADVICE = "What else helps: checkpointed_scan, whose nested checkpoints need less."
 
 
-def _run_chunks(
-    program: ScanProgram, size: int, unroll: int | bool, where: str
-) -> tuple[PyTree, PyTree]:
+def _run_chunks(program: ScanProgram, size: int, unroll: int | bool) -> tuple[PyTree, PyTree]:
     size = min(size, max(1, program.length))
-    within = unroll_within(unroll, size, where)
+    within = unroll_within(unroll, size)
     outputs = Outputs(program, program.length)
     num_full, rest = divmod(program.length, size)
 

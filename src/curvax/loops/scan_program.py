@@ -17,7 +17,7 @@ from jax import lax
 
 from curvax import _jax, _slicing
 from curvax._dtypes import promote_weak
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size
 
@@ -49,13 +49,13 @@ class ScanProgram:
 
     @classmethod
     def of(
-        cls, f: Body, init: Carry, xs: PyTree, length: int | None, reverse: bool, where: str
+        cls, f: Body, init: Carry, xs: PyTree, length: int | None, reverse: bool
     ) -> "ScanProgram":
         """Check the arguments of a scan and trace its body."""
         xs, init = jax.tree.map(jnp.asarray, (xs, init))
-        program = cls(f, init, xs, scan_length(xs, length, where), bool(reverse), None)
+        program = cls(f, init, xs, scan_length(xs, length), bool(reverse), None)
         with program.mesh():
-            return _traced(program, where)
+            return _traced(program)
 
     def mesh(self) -> AbstractContextManager[Any]:
         """Return the context to trace loops in: the explicit mesh of `init` and `xs`, if any."""
@@ -135,62 +135,62 @@ class Outputs:
         return jax.tree.map(_jax.wrap_keys, buffers, self.program.outputs)
 
 
-def unroll_within(unroll: int | bool, length: int, where: str) -> int:
+def unroll_within(unroll: int | bool, length: int) -> int:
     """The number of steps to unroll in a loop of that length, by the user's `unroll`."""
     if isinstance(unroll, bool):
         return max(1, length) if unroll else 1
     number = as_integer(unroll)
     if number is None or number < 1:
         error = TypeError if number is None else ValueError
-        raise error(f"{where}: unroll must be a positive integer or a bool, got {unroll!r}.")
+        raise error(f"{where()}: unroll must be a positive integer or a bool, got {unroll!r}.")
     return max(1, min(number, length))
 
 
-def scan_length(xs: PyTree, length: int | None, where: str) -> int:
+def scan_length(xs: PyTree, length: int | None) -> int:
     """The number of steps of a scan, by what it scans over and what the user said."""
     xs = jax.tree.map(jnp.asarray, xs)
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
         if leaf.ndim == 0:
             raise ValueError(
-                f"{where}: {leaf_name('xs', path)} is zero-dimensional and cannot be scanned over. "
-                f"Give it a leading axis, or let f close over it."
+                f"{where()}: {leaf_name('xs', path)} is zero-dimensional and cannot be scanned "
+                f"over. Give it a leading axis, or let f close over it."
             )
         sizes[leaf_name("xs", path)] = leaf.shape[0]
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise ValueError(f"{where}: all of xs must have the same leading size, but {listed}.")
+        raise ValueError(f"{where()}: all of xs must have the same leading size, but {listed}.")
     number = None if length is None else as_integer(length)
     if length is not None and (number is None or number < 0):
         error = TypeError if number is None else ValueError
-        raise error(f"{where}: length must be a non-negative integer or None, got {length!r}.")
+        raise error(f"{where()}: length must be a non-negative integer or None, got {length!r}.")
     if not sizes and number is None:
-        raise ValueError(f"{where}: there is nothing to scan over: give xs, or length.")
+        raise ValueError(f"{where()}: there is nothing to scan over: give xs, or length.")
     for name, size in sizes.items():
         if number is not None and size != number:
-            raise ValueError(f"{where}: length={number} disagrees with {name}, which has {size}.")
+            raise ValueError(f"{where()}: length={number} disagrees with {name}, which has {size}.")
         return size
     return number or 0
 
 
-def _traced(program: ScanProgram, where: str) -> ScanProgram:
+def _traced(program: ScanProgram) -> ScanProgram:
     """The program with its body traced, `init` in the types it returns, and its outputs' shapes.
 
     As in `jax.lax.scan`, a number of weak type in `init` takes on the dtype that comes back. Then
     the body is traced a second time.
     """
     init = program.init
-    body, carry, outputs = _trace_body(program, init, where)
+    body, carry, outputs = _trace_body(program, init)
     if jax.tree.structure(carry) == jax.tree.structure(init):
         promoted = jax.tree.map(promote_weak, init, carry)
         if _types(promoted) != _types(init):
             init = promoted
-            body, carry, outputs = _trace_body(program, init, where)
-    _check_carry(init, carry, where)
+            body, carry, outputs = _trace_body(program, init)
+    _check_carry(init, carry)
     return replace(program, f=body, init=init, outputs=outputs)
 
 
-def _trace_body(program: ScanProgram, init: Carry, where: str) -> tuple[Body, Carry, PyTree]:
+def _trace_body(program: ScanProgram, init: Carry) -> tuple[Body, Carry, PyTree]:
     if program.length:
         x = jax.eval_shape(program.read, 0)
     else:
@@ -202,14 +202,14 @@ def _trace_body(program: ScanProgram, init: Carry, where: str) -> tuple[Body, Ca
     returned = jax.eval_shape(body, init, x)
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
-            f"{where}: f must return a pair (carry, y), got {type(returned).__name__} with the "
+            f"{where()}: f must return a pair (carry, y), got {type(returned).__name__} with the "
             f"structure {jax.tree.structure(returned)}."
         )
     return body, *returned
 
 
-def _check_carry(given: Carry, returned: Carry, where: str) -> None:
-    message = f"{where}: f must return a carry like the one it is given; "
+def _check_carry(given: Carry, returned: Carry) -> None:
+    message = f"{where()}: f must return a carry like the one it is given; "
     before, after = map(jax.tree.structure, (given, returned))
     if before != after:
         raise TypeError(f"{message}it was given {before} and returned {after}.")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 from curvax._slicing import Rows
 from curvax._types import Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, save_all_but_reads, unroll_within
@@ -76,25 +76,22 @@ def sliced_scan(
         >>> total, kept
         (Array(55., dtype=float32), Array([ 3., 21., 55.], dtype=float32))
     """
-    where = "curvax.sliced_scan"
-    program = ScanProgram.of(f, init, xs, length, reverse, where)
-    bounds = _bounds(start, stop, step, where)
+    program = ScanProgram.of(f, init, xs, length, reverse)
+    bounds = _bounds(start, stop, step)
     if range(program.length)[bounds] == range(program.length):  # All are kept.
-        within = unroll_within(unroll, program.length, where)
+        within = unroll_within(unroll, program.length)
         return program.steps(program.init, 0, program.length, within)
     with program.mesh():
-        return _run(program, _Kept.of(program, bounds), unroll, where)
+        return _run(program, _Kept.of(program, bounds), unroll)
 
 
-def _run(
-    program: ScanProgram, kept: "_Kept", unroll: int | bool, where: str
-) -> tuple[Carry, PyTree]:
+def _run(program: ScanProgram, kept: "_Kept", unroll: int | bool) -> tuple[Carry, PyTree]:
     outputs = Outputs(program, kept.count)
     # The last kept step is a group of its own, unless as many steps follow it as the others.
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
 
     def skip(program: ScanProgram, carry: Carry, time: Size, count: int) -> Carry:
-        within = unroll_within(unroll, count, where)
+        within = unroll_within(unroll, count)
         if not count:
             return carry
         part = program.within(time, count)
@@ -118,7 +115,7 @@ def _run(
 
     state = skip(program, program.init, 0, kept.first), outputs.allocate()
     if groups > 0:
-        within = unroll_within(unroll, max(1, groups * kept.gap), where) // kept.gap
+        within = unroll_within(unroll, max(1, groups * kept.gap)) // kept.gap
         state = lax.scan(group, state, jnp.arange(groups), unroll=max(1, within))[0]
     done = kept.first + groups * kept.gap
     if groups < kept.count:
@@ -153,13 +150,13 @@ class _Kept:
         return self.count - 1 - number if self.descending else number
 
 
-def _bounds(start: Any, stop: Any, step: Any, where: str) -> slice:
+def _bounds(start: Any, stop: Any, step: Any) -> slice:
     for name, bound in (("start", start), ("stop", stop), ("step", step)):
         if bound is not None and as_integer(bound) is None:
             raise TypeError(
-                f"{where}: {name} must be a Python integer or None, got {type(bound).__name__} "
+                f"{where()}: {name} must be a Python integer or None, got {type(bound).__name__} "
                 f"{bound!r}: which outputs are kept shapes the program."
             )
     if step is not None and as_integer(step) == 0:
-        raise ValueError(f"{where}: step must not be zero.")
+        raise ValueError(f"{where()}: step must not be zero.")
     return slice(start, stop, step)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import Same
 from curvax._types import Array, Fun
 from curvax.losses.arithmetic import Shape, widened
@@ -71,18 +72,17 @@ def register_loss(
         Array([[0.],
                [0.]], dtype=float32)
     """
-    where = "curvax.register_loss"
-    predictions = check_predictions(predictions, "predictions", where, min_ndim=1)
+    predictions = check_predictions(predictions, "predictions", min_ndim=1)
     arrays = {"predictions": predictions}
     if targets is not None:
         arrays["targets"] = jnp.asarray(targets)
         if arrays["targets"].shape[:1] != predictions.shape[:1]:
             raise ValueError(
-                f"{where}: predictions and targets have their examples along the first axis, but "
+                f"{where()}: predictions and targets have their examples along the first axis, but "
                 f"their shapes are {predictions.shape} and {arrays['targets'].shape}."
             )
-    _check_function(fn, arrays, where)
-    arrays["weight"] = check_weight(weight, predictions, where)
+    _check_function(fn, arrays)
+    arrays["weight"] = check_weight(weight, predictions)
     return _tag_of(fn).bind(*arrays.values(), args_names=tuple(arrays))[0]
 
 
@@ -223,7 +223,7 @@ def _reference(fn: Fun) -> Callable[[], Fun | None]:
         return lambda: fn
 
 
-def _check_function(fn: Fun, arrays: dict[str, Array], where: str) -> None:
+def _check_function(fn: Fun, arrays: dict[str, Array]) -> None:
     wide = map(_in_float32_at_least, arrays.values())
     one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in wide]
     returned = jax.eval_shape(lambda *example: fn(*example), *one)
@@ -231,7 +231,7 @@ def _check_function(fn: Fun, arrays: dict[str, Array], where: str) -> None:
     is_scalar = isinstance(returned, jax.ShapeDtypeStruct) and returned.shape == ()
     if not is_scalar or not jnp.issubdtype(returned.dtype, jnp.floating):
         raise TypeError(
-            f"{where}: fn takes one example and must return a real floating-point scalar. For "
+            f"{where()}: fn takes one example and must return a real floating-point scalar. For "
             f"arrays of the shapes {[x.shape for x in one]} it returned {', '.join(found)}. Sum "
             f"over the entries of a prediction inside of fn; the batch axis is not there."
         )

@@ -8,6 +8,7 @@ for one thing (a loss, or the predictive distribution behind it) are for the rea
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from curvax._errors import where
 from curvax._types import Array
 from curvax.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
@@ -77,8 +78,7 @@ def register_squared_error_loss(
         >>> loss(jnp.ones((2, 1)), jnp.ones((3, 2)), jnp.zeros((3, 1)))
         Array(4., dtype=float32)
     """
-    where = "curvax.register_squared_error_loss"
-    return _register_normal(prediction, "prediction", targets, 0.5, weight, where)
+    return _register_normal(prediction, "prediction", targets, 0.5, weight)
 
 
 def register_normal_predictive_distribution(
@@ -114,8 +114,7 @@ def register_normal_predictive_distribution(
         Array([[0.],
                [0.]], dtype=float32)
     """
-    where = "curvax.register_normal_predictive_distribution"
-    return _register_normal(mean, "mean", targets, variance, weight, where)
+    return _register_normal(mean, "mean", targets, variance, weight)
 
 
 def register_sigmoid_cross_entropy_loss(
@@ -146,8 +145,7 @@ def register_sigmoid_cross_entropy_loss(
         >>> curvax.register_sigmoid_cross_entropy_loss(jnp.zeros((1, 2)), jnp.array([[0.0, 1.0]]))
         Array([[0., 0.]], dtype=float32)
     """
-    where = "curvax.register_sigmoid_cross_entropy_loss"
-    return _register_multi_bernoulli(logits, targets, weight, where)
+    return _register_multi_bernoulli(logits, targets, weight)
 
 
 def register_multi_bernoulli_predictive_distribution(
@@ -179,8 +177,7 @@ def register_multi_bernoulli_predictive_distribution(
         >>> curvax.register_multi_bernoulli_predictive_distribution(jnp.zeros((1, 2)), weight=2.0)
         Array([[0., 0.]], dtype=float32)
     """
-    where = "curvax.register_multi_bernoulli_predictive_distribution"
-    return _register_multi_bernoulli(logits, targets, weight, where)
+    return _register_multi_bernoulli(logits, targets, weight)
 
 
 def register_softmax_cross_entropy_loss(
@@ -220,8 +217,7 @@ def register_softmax_cross_entropy_loss(
         Array([[0., 0.],
                [0., 0.]], dtype=float32)
     """
-    where = "curvax.register_softmax_cross_entropy_loss"
-    return _register_categorical(logits, targets, mask, weight, where)
+    return _register_categorical(logits, targets, mask, weight)
 
 
 def register_categorical_predictive_distribution(
@@ -260,75 +256,65 @@ def register_categorical_predictive_distribution(
         >>> curvax.register_categorical_predictive_distribution(jnp.zeros((1, 2)))
         Array([[0., 0.]], dtype=float32)
     """
-    where = "curvax.register_categorical_predictive_distribution"
-    return _register_categorical(logits, targets, mask, weight, where)
+    return _register_categorical(logits, targets, mask, weight)
 
 
 def _register_normal(
-    mean: ArrayLike,
-    name: str,
-    targets: ArrayLike | None,
-    variance: ArrayLike,
-    weight: ArrayLike,
-    where: str,
+    mean: ArrayLike, name: str, targets: ArrayLike | None, variance: ArrayLike, weight: ArrayLike
 ) -> Array:
-    mean = check_predictions(mean, name, where)
+    mean = check_predictions(mean, name)
     if targets is not None:
-        targets = check_same_shape(targets, mean, name, where)
-    variance = check_variance(variance, mean, where)
-    weight = check_weight(weight, mean, where)
+        targets = check_same_shape(targets, mean, name)
+    variance = check_variance(variance, mean)
+    weight = check_weight(weight, mean)
     return _bind(normal_mean_tag, mean=mean, targets=targets, variance=variance, weight=weight)
 
 
 def _register_multi_bernoulli(
-    logits: ArrayLike, targets: ArrayLike | None, weight: ArrayLike, where: str
+    logits: ArrayLike, targets: ArrayLike | None, weight: ArrayLike
 ) -> Array:
-    logits = check_predictions(logits, "logits", where)
+    logits = check_predictions(logits, "logits")
     if targets is not None:
-        targets = check_same_shape(targets, logits, "logits", where)
-    weight = check_weight(weight, logits, where)
+        targets = check_same_shape(targets, logits, "logits")
+    weight = check_weight(weight, logits)
     return _bind(multi_bernoulli_tag, logits=logits, targets=targets, weight=weight)
 
 
 def _register_categorical(
-    logits: ArrayLike,
-    targets: ArrayLike | None,
-    mask: ArrayLike | None,
-    weight: ArrayLike,
-    where: str,
+    logits: ArrayLike, targets: ArrayLike | None, mask: ArrayLike | None, weight: ArrayLike
 ) -> Array:
-    logits = check_predictions(logits, "logits", where, min_ndim=1)
+    logits = check_predictions(logits, "logits", min_ndim=1)
     tag = categorical_tag
     if targets is not None:
         targets = jnp.asarray(targets)
-        tag = _categorical_tag_for(targets, logits, where)
+        tag = _categorical_tag_for(targets, logits)
     if mask is not None:
-        mask = check_mask(mask, logits, where)
-    weight = check_weight(weight, logits, where)
+        mask = check_mask(mask, logits)
+    weight = check_weight(weight, logits)
     return _bind(tag, logits=logits, targets=targets, mask=mask, weight=weight)
 
 
-def _categorical_tag_for(targets: Array, logits: Array, where: str) -> LossTag:
+def _categorical_tag_for(targets: Array, logits: Array) -> LossTag:
     """Whether targets are classes or one-hot vectors, by their shape."""
     classes, vectors = logits.shape[:-1], logits.shape
     if targets.shape not in (classes, vectors):
         raise ValueError(
-            f"{where}: for logits of shape {logits.shape}, targets are integer classes of shape "
+            f"{where()}: for logits of shape {logits.shape}, targets are integer classes of shape "
             f"{classes} or one-hot vectors of shape {vectors}, got the shape {targets.shape}."
         )
     if targets.shape == vectors:
         if not jnp.issubdtype(targets.dtype, jnp.floating):
             raise TypeError(
-                f"{where}: targets of the shape of the logits, {vectors}, are one-hot vectors or "
+                f"{where()}: targets of the shape of the logits, {vectors}, are one-hot vectors or "
                 f"probabilities and must be floating-point, got {targets.dtype}. Convert them with "
                 f"targets.astype(logits.dtype), or pass classes of shape {classes}."
             )
         return one_hot_categorical_tag
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(
-            f"{where}: targets of shape {classes} are the numbers of classes and must be integers, "
-            f"got {targets.dtype}. Convert them with targets.astype(int), or pass one-hot vectors "
-            f"of shape {vectors}."
+            f"{where()}: targets of shape {classes} are the numbers of classes and must be "
+            f"integers, got {targets.dtype}. Convert them with targets.astype(int), or pass "
+            f"one-hot vectors of shape {vectors}."
         )
     return categorical_tag
 

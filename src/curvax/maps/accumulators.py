@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from curvax import _jax
 from curvax._dtypes import promote_weak
+from curvax._errors import where
 from curvax._tree import broadcast_prefix
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.maps.arguments import normal_axis
@@ -115,7 +116,6 @@ class Reduction:
     plan: ChunkPlan
     per_example: bool
     limit: Size | None
-    where: str
     sharding: BatchSharding | None = None
 
     def reducer(self, outputs: PyTree) -> ShardedReducer:
@@ -126,7 +126,7 @@ class Reduction:
             axes = iter(broadcast_prefix(self.out_axes, outputs))
         except ValueError as error:
             raise ValueError(
-                f"{self.where}: the accumulator and out_axes must be pytree prefixes of the "
+                f"{where()}: the accumulator and out_axes must be pytree prefixes of the "
                 f"outputs, which have the structure {jax.tree.structure(outputs)}: {error}"
             ) from None
         reducers = [
@@ -142,7 +142,7 @@ class Reduction:
             return self._for_user(kind, part)
         if not isinstance(kind, AccumulationType):
             raise TypeError(
-                f"{self.where}: an accumulator must be an AccumulationType or an Accumulator, or a "
+                f"{where()}: an accumulator must be an AccumulationType or an Accumulator, or a "
                 f"pytree of these; got {type(kind).__name__} {kind!r}."
             )
         leaves, structure = jax.tree.flatten(part)
@@ -157,21 +157,21 @@ class Reduction:
         if axis is None:
             raise self._same_for_all(kind)
         if _jax.is_key(like):
-            raise TypeError(f"{self.where}: {kind} of random keys has no meaning; use CONCAT.")
+            raise TypeError(f"{where()}: {kind} of random keys has no meaning; use CONCAT.")
         if kind is AccumulationType.SUM:
-            return Sum(like, self.per_example, self.where)
+            return Sum(like, self.per_example)
         if not jnp.issubdtype(like.dtype, jnp.inexact):
             raise TypeError(
-                f"{self.where}: {kind} of an output of dtype {like.dtype} has no exact result in "
+                f"{where()}: {kind} of an output of dtype {like.dtype} has no exact result in "
                 f"that dtype. Return floating-point numbers, or use SUM."
             )
         if kind is AccumulationType.MEAN:
-            return Mean(like, self.per_example, self.where, self.plan)
-        return RunningMean(like, self.per_example, self.where)
+            return Mean(like, self.per_example, self.plan)
+        return RunningMean(like, self.per_example)
 
     def _same_for_all(self, kind: Any) -> ValueError:
         return ValueError(
-            f"{self.where}: out_axes=None says that an output is the same for every example, "
+            f"{where()}: out_axes=None says that an output is the same for every example, "
             f"so {kind} over examples is not asked for; use CONCAT, or an axis."
         )
 
@@ -181,13 +181,13 @@ class Reduction:
         size = self.plan.runs()[0].size
         if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
             raise ValueError(
-                f"{self.where}: CONCAT collects one row for each example, so the function must "
+                f"{where()}: CONCAT collects one row for each example, so the function must "
                 f"return arrays whose leading axis is that of the microbatch; for a microbatch of "
                 f"{size} it returned shape {like.shape}. Use SUM, MEAN or RUNNING_MEAN for "
                 f"outputs that belong to the microbatch as a whole."
             )
-        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}", self.where)
-        return Collect(like, self.where, self.plan, axis)
+        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}")
+        return Collect(like, self.plan, axis)
 
     def _for_user(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
         if not accumulator.uneven:
@@ -195,11 +195,11 @@ class Reduction:
         count = 1 if self.sharding is None else self.sharding.partition.count
         if accumulator.combine is None and count > 1:
             raise ValueError(
-                f"{self.where}: the mesh splits examples among {count} devices, "
+                f"{where()}: the mesh splits examples among {count} devices, "
                 f"and this Accumulator does not say how to make one carry of theirs. Construct it "
                 f"with combine=, a function of two carries."
             )
-        return _User(accumulator, part, self.per_example, self.where)
+        return _User(accumulator, part, self.per_example)
 
     def _check_even(self) -> None:
         sizes = [run.size for run in self.plan.runs(self.limit)]
@@ -210,12 +210,12 @@ class Reduction:
         if self.sharding is not None and not self.sharding.partition.is_even:
             partition = self.sharding.partition
             raise ValueError(
-                f"{self.where}: {partition.length} examples on {partition.count} devices come out "
+                f"{where()}: {partition.length} examples on {partition.count} devices come out "
                 f"uneven, {cannot} choose a number of examples that {partition.count} divides."
             )
         if len(sizes) > 1:
             raise ValueError(
-                f"{self.where}: {self.plan.length} examples in microbatches of at most "
+                f"{where()}: {self.plan.length} examples in microbatches of at most "
                 f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), {cannot} "
                 f"choose a microbatch size that divides {self.plan.length}."
             )
@@ -228,7 +228,6 @@ class _User:
     accumulator: Accumulator
     like: PyTree
     per_example: bool
-    where: str
 
     def init(self) -> Carry:
         value = jax.eval_shape(self._value, self.like)
@@ -273,7 +272,7 @@ class _User:
         before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
         if before != after:
             raise TypeError(
-                f"{self.where}: Accumulator.{method} must return a carry like the one it was "
+                f"{where()}: Accumulator.{method} must return a carry like the one it was "
                 f"given; it was given {before} and returned {after}. Make init return such a carry."
             )
         return new

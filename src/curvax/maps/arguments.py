@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._tree import broadcast_prefix, leaf_name
 from curvax._types import Array, Axes, Fun, PyTree, TreeDef
 
@@ -59,20 +60,20 @@ class Batch:
 
 
 def mapped_arguments(
-    fun: Fun, args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Axes, where: str
+    fun: Fun, args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Axes
 ) -> Batch:
     """The batch of a call to a mapped `fun`: `in_axes` as in `jax.vmap`, keywords over axis 0."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
-            f"{where}: in_axes has {len(in_axes)} entries but the function was called with "
+            f"{where()}: in_axes has {len(in_axes)} entries but the function was called with "
             f"{len(args)} positional arguments. Give one entry for each, or one axis for all; "
             f"keyword arguments are always mapped over axis 0."
         )
     if not isinstance(in_axes, tuple):
         in_axes = (in_axes,) * len(args)
-    return _batch(fun, args, kwargs, in_axes, dict.fromkeys(kwargs, 0), where)
+    return _batch(fun, args, kwargs, in_axes, dict.fromkeys(kwargs, 0))
 
 
 def batched_arguments(
@@ -82,7 +83,6 @@ def batched_arguments(
     argnums: int | Sequence[int],
     argnames: str | Sequence[str],
     in_axes: Axes,
-    where: str,
 ) -> Batch:
     """The batch of a call to `fun`, some of whose arguments are batches.
 
@@ -94,7 +94,7 @@ def batched_arguments(
     if isinstance(in_axes, tuple | list):
         if len(in_axes) != len(numbers) + len(names):
             raise ValueError(
-                f"{where}: in_axes has {len(in_axes)} entries for {len(numbers) + len(names)} "
+                f"{where()}: in_axes has {len(in_axes)} entries for {len(numbers) + len(names)} "
                 f"batch arguments (argnums={argnums!r}, argnames={argnames!r}). Give one entry "
                 f"for each, or one axis for all."
             )
@@ -104,30 +104,30 @@ def batched_arguments(
 
     found: dict[int | str, Axes] = {}
     for who, axis in zip((*numbers, *names), axes, strict=True):
-        place = _locate(who, fun, len(args), kwargs, where)
+        place = _locate(who, fun, len(args), kwargs)
         if place in found:
             raise ValueError(
-                f"{where}: the batch argument {who!r} is named twice "
+                f"{where()}: the batch argument {who!r} is named twice "
                 f"(argnums={argnums!r}, argnames={argnames!r})."
             )
         if place is not None:
             found[place] = axis
     args_axes = [found.get(i) for i in range(len(args))]
-    return _batch(fun, args, kwargs, args_axes, {k: found.get(k) for k in kwargs}, where)
+    return _batch(fun, args, kwargs, args_axes, {k: found.get(k) for k in kwargs})
 
 
-def normal_axis(axis: Any, ndim: int, what: str, where: str) -> int:
+def normal_axis(axis: Any, ndim: int, what: str) -> int:
     """`axis` counted from the front, for an array with `ndim` axes that errors call `what`."""
     if isinstance(axis, bool):
-        raise TypeError(f"{where}: the axis of {what} must be an integer or None, got {axis!r}.")
+        raise TypeError(f"{where()}: the axis of {what} must be an integer or None, got {axis!r}.")
     try:
         number = operator.index(axis)
     except TypeError:
         raise TypeError(
-            f"{where}: the axis of {what} must be an integer or None, got {axis!r}."
+            f"{where()}: the axis of {what} must be an integer or None, got {axis!r}."
         ) from None
     if not -ndim <= number < ndim:
-        raise ValueError(f"{where}: axis {number} is out of range for {what} with {ndim} axes.")
+        raise ValueError(f"{where()}: axis {number} is out of range for {what} with {ndim} axes.")
     return number % ndim
 
 
@@ -137,7 +137,6 @@ def _batch(
     kwargs: Mapping[str, Any],
     args_axes: Sequence[Axes],
     kwargs_axes: Mapping[str, Axes],
-    where: str,
 ) -> Batch:
     names, leaves, axes = [], [], []
     arguments = [*zip(_names(fun, len(args)), args, args_axes, strict=True)]
@@ -146,17 +145,17 @@ def _batch(
         paths = jax.tree_util.tree_leaves_with_path(argument)
         names += [leaf_name(name, path) for path, _ in paths]
         leaves += [leaf for _, leaf in paths]
-        axes += _axes_of(argument, prefix, name, where)
+        axes += _axes_of(argument, prefix, name)
 
     mapped = [i for i, axis in enumerate(axes) if axis is not None]
-    arrays = tuple(_array(leaves[i], names[i], where) for i in mapped)
+    arrays = tuple(_array(leaves[i], names[i]) for i in mapped)
     for i, array in zip(mapped, arrays, strict=True):
-        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}", where)
+        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}")
     lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(mapped, arrays, strict=True)]
     return Batch(
         arrays=arrays,
         axes=tuple(axes[i] for i in mapped),
-        length=_common_length(lengths, where),
+        length=_common_length(lengths),
         leaves=tuple(leaves),
         names=tuple(names),
         structure=jax.tree.structure((tuple(args), dict(kwargs))),
@@ -164,42 +163,42 @@ def _batch(
     )
 
 
-def _axes_of(argument: PyTree, prefix: Axes, name: str, where: str) -> list[Any]:
+def _axes_of(argument: PyTree, prefix: Axes, name: str) -> list[Any]:
     try:
         return broadcast_prefix(prefix, argument)
     except ValueError as error:
         raise ValueError(
-            f"{where}: the axes {prefix!r} given for {name} are not a prefix of its structure "
+            f"{where()}: the axes {prefix!r} given for {name} are not a prefix of its structure "
             f"{jax.tree.structure(argument)}: {error}"
         ) from None
 
 
-def _array(leaf: Any, name: str, where: str) -> Array:
+def _array(leaf: Any, name: str) -> Array:
     try:
         array = jnp.asarray(leaf)
     except TypeError:
         raise TypeError(
-            f"{where}: {name} is to be split but is no array: {type(leaf).__name__} {leaf!r}. "
+            f"{where()}: {name} is to be split but is no array: {type(leaf).__name__} {leaf!r}. "
             f"Set its axis to None to pass it as it is."
         ) from None
     if array.ndim == 0:
         raise ValueError(
-            f"{where}: {name} has no axis to split: it is zero-dimensional. Give it a batch axis, "
-            f"or set its axis to None to pass it whole each time."
+            f"{where()}: {name} has no axis to split: it is zero-dimensional. Give it a batch "
+            f"axis, or set its axis to None to pass it whole each time."
         )
     return array
 
 
-def _common_length(lengths: Sequence[tuple[str, int]], where: str) -> int:
+def _common_length(lengths: Sequence[tuple[str, int]]) -> int:
     if not lengths:
         raise ValueError(
-            f"{where}: there is nothing to map over: no argument has a batched leaf. Pass at least "
-            f"one array whose axis is not None."
+            f"{where()}: there is nothing to map over: no argument has a batched leaf. Pass at "
+            f"least one array whose axis is not None."
         )
     if len({length for _, length in lengths}) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths)
         raise ValueError(
-            f"{where}: all batched arrays must have the same size along their batch axis, "
+            f"{where()}: all batched arrays must have the same size along their batch axis, "
             f"but {listed}."
         )
     return lengths[0][1]
@@ -223,9 +222,7 @@ def _names(fun: Fun, count: int) -> list[str]:
     return known + [f"argument {i}" for i in range(len(known), count)]
 
 
-def _locate(
-    who: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, Any], where: str
-) -> int | str | None:
+def _locate(who: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, Any]) -> int | str | None:
     """The position or the keyword under which a batch argument was passed.
 
     None if it was left out and is None by default.
@@ -248,7 +245,7 @@ def _locate(
     if keyword is not None and _defaults_to_none(fun, keyword):
         return None
     raise ValueError(
-        f"{where}: the batch argument {who if keyword is None else keyword!r} is missing: the "
+        f"{where()}: the batch argument {who if keyword is None else keyword!r} is missing: the "
         f"function was called with {num_args} positional arguments and the keywords "
         f"{sorted(kwargs)}."
     )

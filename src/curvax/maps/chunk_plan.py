@@ -25,7 +25,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 from curvax._slicing import Column, Rows, fold, unfold
 from curvax._types import Array, Order, Size
 
@@ -166,14 +166,14 @@ def even_sizes(length: int) -> Sequence[int]:
     return tuple(sorted(largest)) or (1,)
 
 
-def check_order(order: Any, where: str) -> Order:
+def check_order(order: Any) -> Order:
     """An order as the user gave it."""
     if order not in get_args(Order):
-        raise ValueError(f"{where}: order must be one of {get_args(Order)}, got {order!r}.")
+        raise ValueError(f"{where()}: order must be one of {get_args(Order)}, got {order!r}.")
     return order
 
 
-def check_limit(limit: Any, plan: ChunkPlan, where: str) -> Size | None:
+def check_limit(limit: Any, plan: ChunkPlan) -> Size | None:
     """`num_real_microbatches` as the user gave it: None, an int in range, or a scalar array."""
     if limit is None:
         return None
@@ -181,7 +181,7 @@ def check_limit(limit: Any, plan: ChunkPlan, where: str) -> Size | None:
     if number is None:
         if not isinstance(limit, jax.Array) or limit.ndim or limit.dtype.kind not in "iu":
             raise TypeError(
-                f"{where}: num_real_microbatches must be None, a Python integer or an integer "
+                f"{where()}: num_real_microbatches must be None, a Python integer or an integer "
                 f"scalar, got {type(limit).__name__} {limit!r}."
             )
         # Narrow integers cannot hold the number of chunks, wide ones may not fit an index.
@@ -189,7 +189,7 @@ def check_limit(limit: Any, plan: ChunkPlan, where: str) -> Size | None:
         return jnp.clip(wide, 0, plan.num_chunks).astype(jnp.int32)
     if not 0 <= number <= plan.num_chunks:
         raise ValueError(
-            f"{where}: num_real_microbatches={number} is out of range: {plan.length} examples in "
+            f"{where()}: num_real_microbatches={number} is out of range: {plan.length} examples in "
             f"microbatches of at most {plan.size} make {plan.num_chunks}."
         )
     return number

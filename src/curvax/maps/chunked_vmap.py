@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._tree import as_key
 from curvax._types import Axes, Fun
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -91,20 +91,18 @@ def chunked_vmap(
         >>> jax.jit(chunked_vmap(jnp.sum, chunk_size=2))(rows)
         Array([ 1.,  5.,  9., 13., 17.], dtype=float32)
     """
-    where = "curvax.chunked_vmap"
-    chunk_size = check_size("chunk_size", chunk_size, where)
-    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
+    chunk_size = check_size("chunk_size", chunk_size)
+    mesh_axis = MeshAxis.of(mesh, axis, replicated)
     budget = check_budget(
         memory_budget,
         {"chunk_size": chunk_size},
-        where,
         plan_for=plan_for,
         objective=objective,
         is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, *args: Any, **kwargs: Any) -> Any:
-        batch = mapped_arguments(fun, args, kwargs, in_axes, where)
+        batch = mapped_arguments(fun, args, kwargs, in_axes)
         return map_chunks(
             lambda batch, arrays: batch.call(fun, arrays),
             batch,
@@ -112,14 +110,13 @@ def chunked_vmap(
             out_axes=out_axes,
             checkpoint=checkpoint,
             sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
-            where=where,
         )
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if budget is None:
             return run(chunk_size, *args, **kwargs)
-        length = mapped_arguments(fun, args, kwargs, in_axes, where).length
+        length = mapped_arguments(fun, args, kwargs, in_axes).length
         plan = plan_call(
             budget,
             fun,
@@ -127,7 +124,7 @@ def chunked_vmap(
             args,
             kwargs,
             contiguous_sizes(examples_per_device(mesh_axis, length)),
-            key=(where, as_key((in_axes, out_axes)), checkpoint, mesh_axis, replicated),
+            key=(where(), as_key((in_axes, out_axes)), checkpoint, mesh_axis, replicated),
         )
         return plan(*args, **kwargs)
 

@@ -208,7 +208,7 @@ def reduce_batch(
 
     `unbatched` are the batch's other arrays, as the device has them that computes.
     """
-    plan, sharding, where = reduction.plan, reduction.sharding, reduction.where
+    plan, sharding = reduction.plan, reduction.sharding
 
     def reduce(arrays: Arrays, unbatched: Arrays, limit: Size | None) -> PyTree:
         return reduce_chunks(
@@ -242,9 +242,9 @@ def reduce_batch(
         specs = reduction.reducer(value).specs(sharding)
         return axis.shard_map(on_device, in_specs, specs)(padded, *others)
 
-    axis.check_outside(where)
+    axis.check_outside()
     for name, leaf in zip(batch.names, batch.leaves, strict=True):
-        axis.check_placement(name, leaf, where)
+        axis.check_placement(name, leaf)
     return jax.jit(run)(batch.arrays, batch.unbatched, traced_limit)
 
 
@@ -253,7 +253,6 @@ def map_chunks(
     batch: Batch,
     size: int | None,
     *,
-    where: str,
     order: Order = "contiguous",
     out_axes: Axes = 0,
     accumulator: PyTree = AccumulationType.CONCAT,
@@ -270,9 +269,9 @@ def map_chunks(
         plan = ChunkPlan.of(batch.length, size, order)
     else:
         plan, batch = sharding.plan(size, order), batch.with_unbatched()
-        sharding.check_limit(limit, plan, where)
+        sharding.check_limit(limit, plan)
         vmap_fn = _on_local_shard(vmap_fn, sharding)
-    limit = check_limit(limit, plan, where)
+    limit = check_limit(limit, plan)
     plan = _without_scattered_rows(plan, accumulator, limit, sharding)
     # Examples come out along axis 0; where they go in the result is the reducer's business.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
@@ -287,7 +286,7 @@ def map_chunks(
         vectorised = vmap_fn(lambda *row: once(unbatched, *row), batch.axes, examples_first)
         return vectorised(*arrays)
 
-    reduction = Reduction(accumulator, out_axes, plan, True, limit, where, sharding)
+    reduction = Reduction(accumulator, out_axes, plan, True, limit, sharding)
     return reduce_batch(compute, batch, reduction, checkpoint=checkpoint)
 
 
@@ -296,14 +295,13 @@ def map_indices(
     length: int,
     size: int,
     *,
-    where: str,
     out_axes: Axes = 0,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
     """`fun` of each number below `length`, for `size` of them at a time, collected."""
     plan = ChunkPlan.of(length, size)
     kind = AccumulationType.CONCAT
-    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=None, where=where)
+    reduction = Reduction(kind, out_axes, plan, per_example=True, limit=None)
     return reduce_indices(fun, length, size, reduction.reducer, each_chunk=each_chunk)
 
 

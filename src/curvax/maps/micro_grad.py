@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._tree import as_key
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -127,21 +127,19 @@ def micro_grad(
         >>> per_example.metrics
         Array([2., 2., 0.], dtype=float32)
     """
-    where = "curvax.micro_grad"
-    microbatch_size = check_size("microbatch_size", microbatch_size, where)
-    order = check_order(order, where)
+    microbatch_size = check_size("microbatch_size", microbatch_size)
+    order = check_order(order)
     for name, function in {"transform_fn": transform_fn, "metrics_fn": metrics_fn}.items():
         if not callable(function):
             raise TypeError(
-                f"{where}: {name} must be a function of the gradient of an example, got "
+                f"{where()}: {name} must be a function of the gradient of an example, got "
                 f"{function!r}. Leave it out for none."
             )
     sizes = {"microbatch_size": microbatch_size}
-    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
-        where,
         plan_for=plan_for,
         objective=objective,
         is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
@@ -149,7 +147,7 @@ def micro_grad(
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
-        return batched_arguments(fun, args, kwargs, batch_argnums, (), in_axes, where)
+        return batched_arguments(fun, args, kwargs, batch_argnums, (), in_axes)
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
         batch = batch_of(args, kwargs)
@@ -170,7 +168,6 @@ def micro_grad(
             vmap_fn=vmap_fn,
             limit=limit,
             sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
-            where=where,
         )
 
     @functools.wraps(fun)
@@ -188,7 +185,7 @@ def micro_grad(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where, as_key(options), has_aux, keep_batch_dim, order, mesh_axis, replicated),
+            key=(where(), as_key(options), has_aux, keep_batch_dim, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._tree import as_key
 from curvax._types import Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -106,22 +106,20 @@ def micro_vmap(
         >>> jax.jit(moments)(jnp.arange(10.0))
         (Array(4.5, dtype=float32), Array(28.5, dtype=float32))
     """
-    where = "curvax.micro_vmap"
-    microbatch_size = check_size("microbatch_size", microbatch_size, where)
-    order = check_order(order, where)
+    microbatch_size = check_size("microbatch_size", microbatch_size)
+    order = check_order(order)
     sizes = {"microbatch_size": microbatch_size}
-    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
-        where,
         plan_for=plan_for,
         objective=objective,
         is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
-        batch = mapped_arguments(fun, args, kwargs, in_axes, where)
+        batch = mapped_arguments(fun, args, kwargs, in_axes)
         return map_chunks(
             lambda batch, arrays: batch.call(fun, arrays),
             batch,
@@ -132,7 +130,6 @@ def micro_vmap(
             vmap_fn=vmap_fn,
             limit=limit,
             sharding=BatchSharding.of(mesh_axis, batch.length, replicated),
-            where=where,
         )
 
     @functools.wraps(fun)
@@ -140,7 +137,7 @@ def micro_vmap(
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)
-        length = mapped_arguments(fun, args, kwargs, in_axes, where).length
+        length = mapped_arguments(fun, args, kwargs, in_axes).length
         options = as_key((in_axes, out_axes, accumulator, vmap_fn))
         plan = plan_call(
             budget,
@@ -149,7 +146,7 @@ def micro_vmap(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where, options, order, mesh_axis, replicated),
+            key=(where(), options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

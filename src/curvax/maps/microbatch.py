@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax._errors import check_divides, check_size
+from curvax._errors import check_divides, check_size, where
 from curvax._tree import as_key, leaf_name
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -111,24 +111,22 @@ def microbatch(
         >>> jax.jit(gradient)(jnp.ones(2), x)
         Array([474., 512.], dtype=float32)
     """
-    where = "curvax.microbatch"
-    microbatch_size = check_size("microbatch_size", microbatch_size, where)
-    order = check_order(order, where)
+    microbatch_size = check_size("microbatch_size", microbatch_size)
+    order = check_order(order)
     sizes = {"microbatch_size": microbatch_size}
-    mesh_axis = MeshAxis.of(mesh, axis, where, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, replicated)
     budget = check_budget(
         memory_budget,
         sizes,
-        where,
         plan_for=plan_for,
         objective=objective,
         is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
-        batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes, where)
+        batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes)
         if mesh_axis is not None:
-            mesh_axis.check_divides(batch.length, "the batch", where)
+            mesh_axis.check_divides(batch.length, "the batch")
         return batch
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
@@ -138,15 +136,15 @@ def microbatch(
             plan = ChunkPlan.of(batch.length, size, order)
         else:
             plan, batch = sharding.plan(size, order), batch.with_unbatched()
-            sharding.check_limit(limit, plan, where)
-        limit = check_limit(limit, plan, where)
+            sharding.check_limit(limit, plan)
+        limit = check_limit(limit, plan)
         once = trace_once(
             lambda unbatched, arrays: replace(batch, unbatched=unbatched).call(fun, arrays),
             plan,
             limit,
             sharding,
         )
-        reduction = Reduction(accumulator, 0, plan, False, limit, where, sharding)
+        reduction = Reduction(accumulator, 0, plan, False, limit, sharding)
         return reduce_batch(once, batch, reduction)
 
     @functools.wraps(fun)
@@ -163,7 +161,7 @@ def microbatch(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where, options, order, mesh_axis, replicated),
+            key=(where(), options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 
@@ -204,18 +202,17 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
                [1, 4],
                [2, 5]], dtype=int32)
     """
-    where = "curvax.reshape_batch_axis"
-    size = check_size("microbatch_size", microbatch_size, where)
+    size = check_size("microbatch_size", microbatch_size)
     if size is None:
-        raise TypeError(f"{where}: microbatch_size must be an integer, got None.")
+        raise TypeError(f"{where()}: microbatch_size must be an integer, got None.")
 
     def split(path: tuple[Any, ...], leaf: Any) -> Array:
         name = leaf_name("tree", path)
         leaf = jnp.asarray(leaf)
-        place = normal_axis(axis, leaf.ndim, f"{name} of shape {leaf.shape}", where)
+        place = normal_axis(axis, leaf.ndim, f"{name} of shape {leaf.shape}")
         length = leaf.shape[place]
         what = f"axis {axis} of {name}"
-        check_divides(size, length, what, f"into microbatches of {size}", where)
+        check_divides(size, length, what, f"into microbatches of {size}")
         before, after = leaf.shape[:place], leaf.shape[place + 1 :]
         folded = leaf.reshape(*before, size, length // size, *after)
         return jnp.swapaxes(folded, place, place + 1)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from curvax import _jax, _slicing
 from curvax._dtypes import at_least_single
+from curvax._errors import where
 from curvax._types import Array, Carry, PyTree, Size, TreeDef
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
 from curvax.maps.sharding import BatchSharding
@@ -70,7 +71,6 @@ class Collect:
     """
 
     like: Shape
-    where: str
     plan: ChunkPlan
     axis: int
 
@@ -137,7 +137,6 @@ class Sum(_Whole):
 
     like: Shape
     per_example: bool
-    where: str
 
     def init(self) -> Array:
         return _jax.filled_like(jax.eval_shape(self._term, self.like))
@@ -168,7 +167,6 @@ class Mean(_Whole):
 
     like: Shape
     per_example: bool
-    where: str
     plan: ChunkPlan
 
     def init(self) -> Array:
@@ -204,7 +202,6 @@ class RunningMean(_Whole):
 
     like: Shape
     per_example: bool
-    where: str
 
     def init(self) -> Array:
         return _jax.filled_like(jax.eval_shape(self._term, self.like))
@@ -272,7 +269,7 @@ def _check(
     expected = (chunk.size, *like.shape[1:]) if rows else like.shape
     if value.shape != expected or value.dtype != like.dtype:
         raise ValueError(
-            f"{reducer.where}: the function returned {like.dtype}{list(like.shape)} for a "
+            f"{where()}: the function returned {like.dtype}{list(like.shape)} for a "
             f"microbatch of {chunk.plan.runs()[0].size} examples and "
             f"{value.dtype}{list(value.shape)} for one of {chunk.size}: these cannot be combined. "
             f"Collect per-example outputs with AccumulationType.CONCAT, reduce them inside the "

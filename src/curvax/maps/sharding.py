@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Order, Size
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.maps.chunk_plan import ChunkPlan
@@ -87,7 +88,7 @@ class BatchSharding:
             return plan
         return (plan.balanced() if order == "strided" else plan).with_optional()
 
-    def check_limit(self, limit: Size | None, plan: ChunkPlan, where: str) -> None:
+    def check_limit(self, limit: Size | None, plan: ChunkPlan) -> None:
         """Check that the first microbatches of all devices are the first of the batch."""
         partition = self.partition
         is_all = partition.is_even and plan.num_chunks == 1
@@ -95,16 +96,16 @@ class BatchSharding:
             return
         if plan.order == "contiguous" and partition.is_even:
             raise ValueError(
-                f"{where}: num_real_microbatches on a mesh needs order='strided', with which each "
-                f"microbatch has examples of all {partition.count} devices. With "
+                f"{where()}: num_real_microbatches on a mesh needs order='strided', with which "
+                f"each microbatch has examples of all {partition.count} devices. With "
                 f"order='contiguous', the first examples of the batch are all on the first device."
             )
         if not partition.is_even or len(plan.runs()) > 1:
             raise ValueError(
-                f"{where}: num_real_microbatches on a mesh needs microbatches that come out even; "
-                f"got {partition.length} examples on {partition.count} devices in microbatches of "
-                f"at most {plan.size} on each. Choose a microbatch size whose product with "
-                f"{partition.count} divides the number of examples."
+                f"{where()}: num_real_microbatches on a mesh needs microbatches that come out "
+                f"even; got {partition.length} examples on {partition.count} devices in "
+                f"microbatches of at most {plan.size} on each. Choose a microbatch size whose "
+                f"product with {partition.count} divides the number of examples."
             )
 
     def pad(self, x: Array, axis: int) -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from curvax import _jax
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 
 __all__ = ["Budget", "MemoryBudgetError", "available_memory", "format_bytes", "parse_memory"]
 
@@ -174,15 +174,14 @@ def parse_memory(x: Budget) -> int:
         >>> parse_memory("512MB"), parse_memory("1.5 GiB"), parse_memory(4096)
         (512000000, 1610612736, 4096)
     """
-    where = "curvax.parse_memory"
     number = as_integer(x)
     if number is not None:
-        return _positive(number, x, where)
+        return _positive(number, x)
     if isinstance(x, str):
-        return _parse_text(x, where)
+        return _parse_text(x)
     if isinstance(x, float):  # NumPy's float64 is one, too.
-        return _fraction(x, x, where)
-    raise TypeError(f"{where}: {_EXPECTED}; got {type(x).__name__} {x!r}.")
+        return _fraction(x, x)
+    raise TypeError(f"{where()}: {_EXPECTED}; got {type(x).__name__} {x!r}.")
 
 
 def format_bytes(count: int) -> str:
@@ -195,29 +194,29 @@ def format_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def _parse_text(text: str, where: str) -> int:
+def _parse_text(text: str) -> int:
     match = _AMOUNT.fullmatch(text)
     unit = match and match[2].lower()
     if match is None or unit not in _UNITS:
         raise ValueError(
-            f"{where}: {text!r} is no amount of memory. {_EXPECTED}. Units are B, kB, MB, GB, TB, "
-            f"PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024)."
+            f"{where()}: {text!r} is no amount of memory. {_EXPECTED}. Units are B, kB, MB, GB, "
+            f"TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024)."
         )
     amount, factor = Fraction(match[1]), _UNITS[unit]  # As written: 1.001 kB are 1001 bytes.
     if factor is None:
-        return _fraction(float(amount / 100), text, where)
-    return _positive(int(amount * factor), text, where)
+        return _fraction(float(amount / 100), text)
+    return _positive(int(amount * factor), text)
 
 
-def _fraction(fraction: float, given: Any, where: str) -> int:
+def _fraction(fraction: float, given: Any) -> int:
     if not 0 < fraction <= 1:
-        raise ValueError(f"{where}: a fraction must be in (0, 1], got {given!r}. {_EXPECTED}.")
-    return _positive(int(fraction * available_memory()), given, where)
+        raise ValueError(f"{where()}: a fraction must be in (0, 1], got {given!r}. {_EXPECTED}.")
+    return _positive(int(fraction * available_memory()), given)
 
 
-def _positive(count: int, given: Any, where: str) -> int:
+def _positive(count: int, given: Any) -> int:
     if count < 1:
-        raise ValueError(f"{where}: an amount of memory is at least one byte, got {given!r}.")
+        raise ValueError(f"{where()}: an amount of memory is at least one byte, got {given!r}.")
     return count
 
 
@@ -240,8 +239,8 @@ class MemoryBudgetError(MemoryError):
         self.smallest_budget = smallest_budget
         self._rest = where, advice
         super().__init__(
-            f"{where}: nothing fits into {format_bytes(budget_bytes)} ({budget_bytes} bytes). The "
-            f"smallest budget that would do is {format_bytes(smallest_budget)} "
+            f"{where}: nothing fits into {format_bytes(budget_bytes)} ({budget_bytes} bytes). "
+            f"The smallest budget that would do is {format_bytes(smallest_budget)} "
             f"({smallest_budget} bytes). {advice}"
         )
 

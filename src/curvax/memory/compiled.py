@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import as_key
 from curvax._types import Fun
 from curvax.memory.budget import Budget, parse_memory
@@ -124,7 +125,6 @@ class BudgetRequest:
     budget: Budget
     plan_for: PlanFor
     objective: Objective
-    where: str
     advice: str
     is_shared: bool
     """Whether several processes run the program together. They must then do as the first does."""
@@ -133,7 +133,6 @@ class BudgetRequest:
 def check_budget(
     memory_budget: Budget | None,
     sizes: Mapping[str, Any],
-    where: str,
     *,
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
@@ -146,22 +145,22 @@ def check_budget(
         ("objective", objective, get_args(Objective)),
     ):
         if choice not in kinds:
-            raise ValueError(f"{where}: {name} must be one of {kinds}, got {choice!r}.")
+            raise ValueError(f"{where()}: {name} must be one of {kinds}, got {choice!r}.")
     if memory_budget is None:
         if objective != "memory":
             raise ValueError(
-                f"{where}: objective={objective!r} chooses among sizes that fit a budget; give "
+                f"{where()}: objective={objective!r} chooses among sizes that fit a budget; give "
                 f"memory_budget as well."
             )
         return None
     for name, size in sizes.items():
         if size is not None:
             raise ValueError(
-                f"{where}: give {name} or memory_budget, not both; got {name}={size!r} and "
+                f"{where()}: give {name} or memory_budget, not both; got {name}={size!r} and "
                 f"memory_budget={memory_budget!r}."
             )
     parse_memory(memory_budget)
-    return BudgetRequest(memory_budget, plan_for, objective, where, advice, is_shared)
+    return BudgetRequest(memory_budget, plan_for, objective, advice, is_shared)
 
 
 _recorders: ContextVar[tuple[list[MemoryPlan], ...]] = ContextVar("recorders", default=())
@@ -283,7 +282,7 @@ def _planned(
     upper, lower = sent(divmod(parse_memory(request.budget), 1 << 30))
     budget = (int(upper) << 30) + int(lower)
     plan_with = plan_fast_size if request.objective == "time" else plan_size
-    plan = plan_with(compile, sizes, budget, request.where, request.advice)
+    plan = plan_with(compile, sizes, budget, request.advice)
     size = int(sent(plan.batch_size))
     return plan if size == plan.batch_size else plan_at(plan, size, compile(size))
 

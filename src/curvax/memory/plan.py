@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._types import Fun
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
@@ -243,17 +243,16 @@ def plan_batch_size(
         >>> plan.usage.added_bytes <= plan.budget_bytes == 8_000_000
         True
     """
-    where = "curvax.plan_batch_size"
     if not isinstance(args, Sequence):  # An array would be taken for its rows.
         raise TypeError(
-            f"{where}: args must be a tuple of the arguments, got {type(args).__name__}. For a "
+            f"{where()}: args must be a tuple of the arguments, got {type(args).__name__}. For a "
             f"single one, write (x,)."
         )
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
     budget = parse_memory(memory_budget)
-    most = check_size("max_size", max_size, where)
+    most = check_size("max_size", max_size)
     if most is None:
-        raise TypeError(f"{where}: max_size must be a Python integer, got None.")
+        raise TypeError(f"{where()}: max_size must be a Python integer, got None.")
 
     def compile(size: int) -> Executable:
         def call(*leaves: Any) -> Any:
@@ -262,14 +261,13 @@ def plan_batch_size(
 
         return Program.of(call, leaves).compile()
 
-    return plan_size(compile, range(1, most + 1), budget, where)
+    return plan_size(compile, range(1, most + 1), budget)
 
 
 def plan_size(
     compile: Callable[[int], Executable],
     sizes: Sequence[int],
     budget: int,
-    where: str,
     advice: str = ADVICE,
 ) -> MemoryPlan:
     """Return the plan for the largest of `sizes`, which ascend, whose program fits the budget."""
@@ -293,7 +291,7 @@ def plan_size(
             measure(size)
     if best is None:
         smallest = min(trial.usage.added_bytes for trial in trials)
-        raise MemoryBudgetError(budget, smallest, where, advice)
+        raise MemoryBudgetError(budget, smallest, where(), advice)
     size, executable = best
     return MemoryPlan(
         batch_size=size,
@@ -339,12 +337,11 @@ def plan_fast_size(
     compile: Callable[[int], Executable],
     sizes: Sequence[int],
     budget: int,
-    where: str,
     advice: str = ADVICE,
 ) -> MemoryPlan:
     """Return the plan for the `fast_size`, or for the largest below it that fits the budget."""
     if jax.default_backend() != "cpu":
-        return plan_size(compile, sizes, budget, where, advice)
+        return plan_size(compile, sizes, budget, advice)
     trials: list[Trial] = []
 
     @functools.cache
@@ -356,9 +353,7 @@ def plan_fast_size(
     fast = fast_size(lambda size: compile_once(size).usage.temp_bytes, sizes)
     fits = compile_once(fast).usage.added_bytes <= budget
     smaller = sizes[: bisect_left(sizes, fast)]
-    plan = plan_size(
-        compile_once, smaller if smaller and not fits else [fast], budget, where, advice
-    )
+    plan = plan_size(compile_once, smaller if smaller and not fits else [fast], budget, advice)
     num_batches = -(-sizes[-1] // plan.batch_size)
     return replace(plan, trials=tuple(trials), max_size=sizes[-1], num_batches=num_batches)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvax import _jax
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
@@ -26,7 +26,6 @@ __all__ = ["KFACConfig", "Number", "OptimizerConfig", "PreconditionerConfig"]
 
 
 Number = float | int | Array
-_WHERE = "curvax.Optimizer"
 
 
 # Metadata of fields: a check of the value of an option, which is told its name.
@@ -42,23 +41,23 @@ def _number(
             return
         is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
         if not is_number or np.ndim(value) or isinstance(value, bool):
-            raise TypeError(f"{_WHERE}: {name} must be a number, got {value!r}.")
+            raise TypeError(f"{where()}: {name} must be a number, got {value!r}.")
         if not is_valid(value):
-            raise ValueError(f"{_WHERE}: {name} must be {expected}, got {value}.")
+            raise ValueError(f"{where()}: {name} must be {expected}, got {value}.")
 
     return {"check": check}
 
 
 def _positive_integer(name: str, value: Any) -> None:
-    if check_size(name, value, _WHERE) is None:
-        raise TypeError(f"{_WHERE}: {name} must be a Python integer, got None.")
+    if check_size(name, value) is None:
+        raise TypeError(f"{where()}: {name} must be a Python integer, got None.")
 
 
 def _function(hint: str = "", *, is_optional: bool = False) -> Metadata:
     def check(name: str, value: Any) -> None:
         if not (callable(value) or (value is None and is_optional)):
             raise TypeError(
-                f"{_WHERE}: {name} must be a function, got {type(value).__name__} {value!r}.{hint}"
+                f"{where()}: {name} must be a function, got {type(value).__name__} {value!r}.{hint}"
             )
 
     return {"check": check}
@@ -71,7 +70,7 @@ def _schedule(name: str) -> Metadata:
 def _strings(name: str, value: Any) -> None:
     if isinstance(value, str):
         raise TypeError(
-            f"{_WHERE}: {name} must be a sequence of strings, got the string {value!r}. "
+            f"{where()}: {name} must be a sequence of strings, got the string {value!r}. "
             f"Write ({value!r},)."
         )
 
@@ -87,7 +86,7 @@ _FUNCTION_OR_NONE = _function(is_optional=True)
 
 def _require(is_valid: bool | Array, otherwise: str) -> None:
     if not is_valid:
-        raise ValueError(f"{_WHERE}: {otherwise}")
+        raise ValueError(f"{where()}: {otherwise}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 
-_WHERE = "curvax.Optimizer"
 _BATCH = "batch"
 _REPLICATED = PartitionSpec()
 
@@ -43,11 +43,11 @@ def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
     """Check that what was given as a mesh is one, with an axis along which to shard batches."""
     if mesh is None:
         return
-    check_is_mesh(mesh, _WHERE)
+    check_is_mesh(mesh)
     names = mesh.axis_names
     if len(names) != 1 and pmap_axis_name not in names:
         raise ValueError(
-            f"{_WHERE}: the mesh has the axes {names}, none of which is "
+            f"{where()}: the mesh has the axes {names}, none of which is "
             f"pmap_axis_name={pmap_axis_name!r}. Say by pmap_axis_name along which of them batches "
             f"are split."
         )
@@ -59,19 +59,19 @@ def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
     if not isinstance(estimator, ShardedCurvature):
         if found is not None:
             raise ValueError(
-                f"{_WHERE}: the state was made with shard_state=True, and is split among {found} "
+                f"{where()}: the state was made with shard_state=True, and is split among {found} "
                 f"devices. Say shard_state=True here, too, or make it whole: "
                 f"state = optimizer.whole_state(state)."
             )
         return
     if found is None:
         raise ValueError(
-            f"{_WHERE}: the state was made without shard_state=True, and is whole on every device. "
-            f"Leave shard_state out, or split it: state = optimizer.split_state(state)."
+            f"{where()}: the state was made without shard_state=True, and is whole on every "
+            f"device. Leave shard_state out, or split it: state = optimizer.split_state(state)."
         )
     if found != estimator.num_devices:
         raise ValueError(
-            f"{_WHERE}: the state is split among {found} devices, but here are "
+            f"{where()}: the state is split among {found} devices, but here are "
             f"{estimator.num_devices}. Split it again: state = optimizer.split_state(state)."
         )
     check_rows(estimator, state)
@@ -143,7 +143,7 @@ class DataParallel:
                 what = f"params have a first axis of {count} that those of init had not"
         if what is not None:
             raise ValueError(
-                f"{_WHERE}: {what}. Parameters, state and random key are given once, without an "
+                f"{where()}: {what}. Parameters, state and random key are given once, without an "
                 f"axis for the {count} devices, and a batch as one array of all examples."
             )
 
@@ -237,11 +237,11 @@ class DataParallel:
 
     def _check(self, program: str, args: Mapping[str, Any]) -> None:
         for name, tree in args.items():
-            self._along.check_placement(name, tree, _WHERE)
+            self._along.check_placement(name, tree)
         self.check_plain(args)
         self._check_batch(args)
         if self._along.is_multi_process:
-            self._new_shapes.check(program, args, _WHERE)
+            self._new_shapes.check(program, args)
 
     def _check_batch(self, args: Mapping[str, Any]) -> None:
         """Check that there are examples, and that all devices have the same number of them."""
@@ -251,10 +251,10 @@ class DataParallel:
                 name, length = leaf_name(_BATCH, path), np.shape(leaf)[0]
                 if not length:
                     raise ValueError(
-                        f"{_WHERE}: {name} has no examples, so that there is nothing to average "
+                        f"{where()}: {name} has no examples, so that there is nothing to average "
                         f"over. Leave empty batches out."
                     )
-                self._along.check_divides(length, name, _WHERE, is_of_process=is_own)
+                self._along.check_divides(length, name, is_of_process=is_own)
 
 
 def _is_result(x: Any) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._types import Array
 
 __all__ = ["ADAPTIVE", "Adaptive", "Hyperparameter", "Schedule", "as_scalar", "check_given"]
 
-
-_WHERE = "curvax.Optimizer"
 
 Schedule = Callable[[Any], Any]
 """From the index of a step to a value."""
@@ -36,14 +35,14 @@ def check_given(name: str, hyperparameter: Hyperparameter, value: Any) -> None:
     if hyperparameter is None:
         if value is None:
             raise ValueError(
-                f"{_WHERE}: give {name}= to step, or one of {name}_schedule and "
+                f"{where()}: give {name}= to step, or one of {name}_schedule and "
                 f"use_adaptive_{name} to the constructor."
             )
     elif value is not None:
         is_adaptive = isinstance(hyperparameter, Adaptive)
         adaptive = f"the constructor has use_adaptive_{name}=True"
         reason = adaptive if is_adaptive else f"{name}_schedule was given to the constructor"
-        raise ValueError(f"{_WHERE}: step was given {name}={value}, but {reason}. Leave it out.")
+        raise ValueError(f"{where()}: step was given {name}={value}, but {reason}. Leave it out.")
 
 
 def as_scalar(name: str, value: Any, dtype: Any) -> Array | None:
@@ -52,7 +51,7 @@ def as_scalar(name: str, value: Any, dtype: Any) -> Array | None:
         return None
     if jnp.shape(value):
         raise ValueError(
-            f"{_WHERE}: {name} is one number, got an array of shape {jnp.shape(value)}. "
+            f"{where()}: {name} is one number, got an array of shape {jnp.shape(value)}. "
             f"With several devices, too, it is given once."
         )
     return jnp.asarray(value, dtype)

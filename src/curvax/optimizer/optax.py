@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._cpu import all_finite
+from curvax._errors import where
 from curvax._types import Fun, PyTree
 from curvax.optimizer.config import KFACConfig, Number, OptimizerConfig, PreconditionerConfig
 from curvax.optimizer.devices import without_places
@@ -98,10 +99,9 @@ def kfac(
         TypeError: If an option is not one of a gradient transformation.
         ValueError: If options contradict each other.
     """
-    where = "curvax.kfac"
-    optax = _optax(where)
+    optax = _optax()
     values = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
-    config = _kfac_config(values, options, where)
+    config = _kfac_config(values, options)
     is_given = lambda name: getattr(config, name) is None
     given = {name: value for name, value in values.items() if is_given(name)}
 
@@ -110,7 +110,7 @@ def kfac(
         return KFAC.for_function(config, function, func_args, axis=axis_name)
 
     processed = config.batch_process_func or (lambda batch: batch)
-    loss = _MaskedLoss(loss_fn, example_batch, processed, axis_name, build, where)
+    loss = _MaskedLoss(loss_fn, example_batch, processed, axis_name, build)
 
     def init(params: PyTree) -> KFACState:
         rng, own = jax.random.split(jax.random.key(seed))
@@ -198,16 +198,15 @@ def scale_by_kfac(
         TypeError: If an option is not about the curvature.
         ValueError: If options contradict each other.
     """
-    where = "curvax.scale_by_kfac"
-    optax = _optax(where)
-    _check_known(options, PreconditionerConfig, where)
+    optax = _optax()
+    _check_known(options, PreconditionerConfig)
     config = PreconditionerConfig(**options)
 
     def build(value_and_grad: Fun, func_args: Sequence[PyTree]) -> Preconditioner:
         func = ValueFunction(value_and_grad, False, False, False).for_estimator(None, func_args)
         return Preconditioner.for_function(config, func, func_args, axis_name)
 
-    loss = _MaskedLoss(loss_fn, example_batch, lambda batch: batch, axis_name, build, where)
+    loss = _MaskedLoss(loss_fn, example_batch, lambda batch: batch, axis_name, build)
 
     def init(params: PyTree) -> ScaleByKFACState:
         rng, own = jax.random.split(jax.random.key(seed))
@@ -248,29 +247,29 @@ def scale_by_kfac(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _kfac_config(values: dict[str, Any], options: dict[str, Any], where: str) -> KFACConfig:
+def _kfac_config(values: dict[str, Any], options: dict[str, Any]) -> KFACConfig:
     """Return the configuration of `kfac`, with those of the values that are schedules."""
     found: dict[str, Any] = {"num_burnin_steps": 0, **options}
     for name, value in values.items():
         if f"{name}_schedule" in options:
-            raise TypeError(f"{where}: give the schedule as {name}=, not as {name}_schedule=.")
+            raise TypeError(f"{where()}: give the schedule as {name}=, not as {name}_schedule=.")
         is_adaptive = options.get(f"use_adaptive_{name}")
         if value is None and not is_adaptive:
-            raise ValueError(f"{where}: give {name}, or use_adaptive_{name}=True.")
+            raise ValueError(f"{where()}: give {name}, or use_adaptive_{name}=True.")
         if callable(value) and not is_adaptive:
             found[f"{name}_schedule"] = value
     if values["learning_rate"] is not None and options.get("use_adaptive_learning_rate"):
         raise ValueError(
-            f"{where}: learning_rate and use_adaptive_learning_rate=True contradict each other; "
+            f"{where()}: learning_rate and use_adaptive_learning_rate=True contradict each other; "
             f"give one of them."
         )
     foreign = sorted((_names(OptimizerConfig) - _names(KFACConfig)) & options.keys())
     if foreign:
         raise TypeError(
-            f"{where}: these options of Optimizer mean nothing here: {', '.join(foreign)}. There "
+            f"{where()}: these options of Optimizer mean nothing here: {', '.join(foreign)}. There "
             f"are no statistics, and the caller compiles; devices are named by axis_name."
         )
-    _check_known(options, KFACConfig, where)
+    _check_known(options, KFACConfig)
     return KFACConfig(**found)
 
 
@@ -278,18 +277,18 @@ def _names(config: type[PreconditionerConfig]) -> set[str]:
     return {option.name for option in fields(config)}
 
 
-def _check_known(options: dict[str, Any], config: type[PreconditionerConfig], where: str) -> None:
+def _check_known(options: dict[str, Any], config: type[PreconditionerConfig]) -> None:
     known = _names(config)
     wrong = sorted(options.keys() - known)
     if not wrong:
         return
     if config is PreconditionerConfig:
         raise TypeError(
-            f"{where}: not about the curvature: {', '.join(wrong)}. Chain other transformations "
+            f"{where()}: not about the curvature: {', '.join(wrong)}. Chain other transformations "
             f"for that, or use curvax.kfac. The options are {', '.join(sorted(known))}."
         )
     raise TypeError(
-        f"{where}: no such options: {', '.join(wrong)}. There are {', '.join(sorted(known))}."
+        f"{where()}: no such options: {', '.join(wrong)}. There are {', '.join(sorted(known))}."
     )
 
 
@@ -309,13 +308,12 @@ class _MaskedLoss(Generic[T]):
         process: Callable[[PyTree], PyTree],
         axis_name: str | None,
         build: Callable[[Fun, Sequence[PyTree]], T],
-        where: str,
     ) -> None:
         def loss(params: PyTree, full_params: PyTree, batch: PyTree) -> Any:
             return loss_fn(_merged(params, full_params), batch)
 
         self._value_and_grad = jax.value_and_grad(loss)
-        self._example_batch, self._process, self._where = example_batch, process, where
+        self._example_batch, self._process = example_batch, process
         self._axis_name, self._build = axis_name, build
         self._traced: T | None = None
 
@@ -332,18 +330,18 @@ class _MaskedLoss(Generic[T]):
         """Return the arguments of the function, the batch processed."""
         if params is None:
             raise ValueError(
-                f"{self._where}: update needs the parameters: update(gradient, state, params, "
+                f"{where()}: update needs the parameters: update(gradient, state, params, "
                 f"batch=batch)."
             )
         is_masked = _is_masked(params)
         if is_masked and full_params is None:
             raise ValueError(
-                f"{self._where}: a mask hides some parameters, on which the loss depends too. Pass "
+                f"{where()}: a mask hides some parameters, on which the loss depends too. Pass "
                 f"all of them as example_params= here and as full_params= to update."
             )
         if batch is None:
             raise ValueError(
-                f"{self._where}: update needs the batch: update(gradient, state, params, "
+                f"{where()}: update needs the batch: update(gradient, state, params, "
                 f"batch=batch). In a chain, optax passes it on."
             )
         return params, full_params if is_masked else (), self._process(batch)
@@ -362,12 +360,12 @@ def _is_masked(params: PyTree) -> bool:
 
 
 def _is_hidden(x: Any) -> bool:
-    return isinstance(x, _optax("curvax").MaskedNode)
+    return isinstance(x, _optax().MaskedNode)
 
 
-def _optax(where: str) -> Any:
+def _optax() -> Any:
     try:
         import optax
     except ImportError as error:
-        raise ImportError(f"{where} needs optax: pip install 'curvax[optax]'.") from error
+        raise ImportError(f"{where()} needs optax: pip install 'curvax[optax]'.") from error
     return optax

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
@@ -44,7 +45,6 @@ from curvax.optimizer.value_function import ValueFunction
 __all__ = ["Optimizer"]
 
 
-_WHERE = "curvax.Optimizer"
 _OPTIONS = {option.name for option in fields(OptimizerConfig)}
 _REPLACED = ("params", "state", "func_state")
 
@@ -346,7 +346,7 @@ class Optimizer:
         is_forbidden = config.forbid_setting_attributes_after_finalize
         if self._core and is_forbidden and name not in config.modifiable_attribute_exceptions:
             raise AttributeError(
-                f"{_WHERE}: {name} cannot be set any more, because the optimizer was used "
+                f"{where()}: {name} cannot be set any more, because the optimizer was used "
                 f"already. Make another one; or name it in modifiable_attribute_exceptions, or say "
                 f"forbid_setting_attributes_after_finalize=False."
             )
@@ -379,7 +379,7 @@ class Optimizer:
     def _traced(self) -> KFAC:
         if self._core is None:
             raise ValueError(
-                f"{_WHERE}: what the function consists of is not known before it was traced. "
+                f"{where()}: what the function consists of is not known before it was traced. "
                 f"Call init or step first."
             )
         return self._core
@@ -459,7 +459,7 @@ class Optimizer:
                 batch = self._processed(next(batches))
             except StopIteration:
                 raise NoMoreBatches(
-                    f"{_WHERE}: data_iterator ended after {number} of {num_steps} updates before "
+                    f"{where()}: data_iterator ended after {number} of {num_steps} updates before "
                     f"the first step. Give one that goes on, or fewer num_burnin_steps."
                 ) from None
             core = self._checked_core(params, state, rng, batch, func_state)
@@ -550,10 +550,10 @@ class Optimizer:
         check_alive((params, state, func_state))
         is_inside = is_traced((params, state, rng, batch, func_state, given))
         if is_inside and batch is None:
-            raise ValueError(f"{_WHERE}: inside of a traced function, give step a batch.")
+            raise ValueError(f"{where()}: inside of a traced function, give step a batch.")
         if (batch is None) == (data_iterator is None):
             raise ValueError(
-                f"{_WHERE}: give step either batch= or data_iterator=, and not both or neither."
+                f"{where()}: give step either batch= or data_iterator=, and not both or neither."
             )
         args = {"params": params, "state": state, "rng": rng, "batch": batch}
         args |= {"func_state": func_state, **given}
@@ -573,7 +573,7 @@ class Optimizer:
         try:
             args["batch"] = self._processed(next(batches))
         except StopIteration:
-            raise NoMoreBatches(f"{_WHERE}: data_iterator has no more batches.") from None
+            raise NoMoreBatches(f"{where()}: data_iterator has no more batches.") from None
         self._checked_core(params, state, rng, args["batch"], func_state)
         name, core = self._within_budget(args)
         found = self._programs.run(name, core.step, args, _REPLACED, results)
@@ -676,7 +676,7 @@ class Optimizer:
         check_alive(state)
         if is_traced(state):
             raise ValueError(
-                f"{_WHERE}: whole_state and split_state move arrays to the host. Call them "
+                f"{where()}: whole_state and split_state move arrays to the host. Call them "
                 f"outside of functions that are traced."
             )
         host = jax.tree.map(to_host, state)
@@ -701,7 +701,7 @@ class Optimizer:
         estimator = self.estimator
         if not isinstance(estimator, ShardedCurvature):
             raise ValueError(
-                f"{_WHERE}: split_state is for shard_state=True, but this optimizer goes on "
+                f"{where()}: split_state is for shard_state=True, but this optimizer goes on "
                 f"with a whole state: state = optimizer.whole_state(state)."
             )
         whole = self.whole_state(state)
@@ -747,7 +747,7 @@ class Optimizer:
         """
         if func_args is None:
             raise ValueError(
-                f"{_WHERE}: compute_exact_quad_model needs func_args, the arguments of "
+                f"{where()}: compute_exact_quad_model needs func_args, the arguments of "
                 f"value_and_grad_func: the exact curvature depends on them."
             )
         core = self._trace(func_args)
@@ -825,7 +825,7 @@ class Optimizer:
             return self._build(replace(config, **sizes), function, func_args)
 
         name, self._core = self._programs.within_budget(
-            build, args, _REPLACED, config.memory_budget, _WHERE
+            build, args, _REPLACED, config.memory_budget
         )
         return name, self._core
 
@@ -858,7 +858,7 @@ class Optimizer:
         count = int(step_counter)
         if global_step_int is not None and global_step_int != count:
             raise ValueError(
-                f"{_WHERE}: global_step_int={global_step_int}, but the state is that of step "
+                f"{where()}: global_step_int={global_step_int}, but the state is that of step "
                 f"{count} (state.step_counter). Pass the state that belongs to it, or leave "
                 f"global_step_int out."
             )
@@ -868,6 +868,6 @@ class Optimizer:
 def _check_state(state: Any) -> None:
     if not isinstance(state, OptimizerState):
         raise TypeError(
-            f"{_WHERE}: state must be one that init returned, got {type(state).__name__}. "
+            f"{where()}: state must be one that init returned, got {type(state).__name__}. "
             f"Make one: state = optimizer.init(params, rng, batch)."
         )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import PyTree
 from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import recorded_plans
@@ -61,7 +62,6 @@ class Programs:
         args: Mapping[str, Any],
         replaced: Sequence[str],
         memory_budget: int | float | str,
-        where: str,
     ) -> tuple[str, KFAC]:
         """Return the name of the program of a step that fits a memory budget, on one device.
 
@@ -71,7 +71,7 @@ class Programs:
         key = structure, _jax.call_key(leaves)
         if key not in self._fitting:
             number, budget = len(self._fitting), parse_memory(memory_budget)
-            self._fitting[key] = self._fit(number, build, args, replaced, budget, where)
+            self._fitting[key] = self._fit(number, build, args, replaced, budget)
         return self._fitting[key]
 
     def _fit(
@@ -81,7 +81,6 @@ class Programs:
         args: Mapping[str, Any],
         replaced: Sequence[str],
         budget: int,
-        where: str,
     ) -> tuple[str, KFAC]:
         tried: dict[Any, tuple[str, KFAC]] = {}
 
@@ -94,7 +93,7 @@ class Programs:
         # The gradient exists while all else is computed; so does the old state if not donated.
         kept = args["params"], () if self._is_donating else args["state"]
         left = budget - sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(kept))
-        found = tuple(sizes_within(budget, left, needs, where).values())
+        found = tuple(sizes_within(budget, left, needs).values())
         for sizes, (name, _) in tried.items():
             if sizes != found:
                 self._known.pop(name, None)
@@ -197,7 +196,7 @@ ADVICE = (
 Sizes = Mapping[str, Any]
 
 
-def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int], where: str) -> Sizes:
+def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int]) -> Sizes:
     """Return the options with which a step of an optimizer stays within the budget.
 
     `left` is the most of it that the parts can have; `needs` compiles the step with some options
@@ -220,7 +219,7 @@ def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int], where: s
     one = {"microbatch_size": 1, "memory_budget": None}
     least = needs(one)
     if least > budget:
-        raise MemoryBudgetError(budget, least, where, ADVICE)
+        raise MemoryBudgetError(budget, least, where(), ADVICE)
     size = _between(least, known, budget)
     some = {"microbatch_size": size, "memory_budget": None}
     return some if size > 1 and needs(some) <= budget else one

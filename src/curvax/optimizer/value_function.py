@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.microbatching import axes_of, length_of
 from curvax.layers.registration import registers_loss
@@ -16,9 +17,6 @@ from curvax.maps.accumulators import AccumulationType, Accumulator
 from curvax.maps.microbatch import microbatch
 
 __all__ = ["Evaluation", "ValueFunction"]
-
-
-_WHERE = "curvax.Optimizer"
 
 
 class Evaluation(NamedTuple):
@@ -58,10 +56,10 @@ class ValueFunction:
     ) -> tuple[PyTree, ...]:
         """Return the arguments of a call, as one sequence."""
         if self.has_state and func_state is None:
-            raise ValueError(f"{_WHERE}: value_func_has_state=True, but func_state was not given.")
+            raise ValueError(f"{where()}: value_func_has_state=True, but func_state was not given.")
         if not self.has_state and func_state is not None:
             raise ValueError(
-                f"{_WHERE}: func_state was given, but value_func_has_state=False. Say "
+                f"{where()}: func_state was given, but value_func_has_state=False. Say "
                 f"value_func_has_state=True, or leave it out."
             )
         state = (func_state,) if self.has_state else ()
@@ -105,7 +103,7 @@ class ValueFunction:
         found = self.value_and_grad(*func_args)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
-                f"{_WHERE}: value_and_grad_func must return a pair of its value and its gradient, "
+                f"{where()}: value_and_grad_func must return a pair of its value and its gradient, "
                 f"as jax.value_and_grad(f) does, got {_described(found)}."
             )
         out, gradient = found
@@ -113,7 +111,7 @@ class ValueFunction:
         loss = jnp.asarray(loss)
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
-                f"{_WHERE}: the loss must be one real number, got {loss.dtype}{list(loss.shape)}. "
+                f"{where()}: the loss must be one real number, got {loss.dtype}{list(loss.shape)}. "
                 f"If value_and_grad_func returns more than the loss, say value_func_has_aux=True "
                 f"or value_func_has_state=True."
             )
@@ -137,7 +135,7 @@ class ValueFunction:
 
     def _wrong(self, out: Any, expected: str) -> TypeError:
         return TypeError(
-            f"{_WHERE}: with value_func_has_state={self.has_state} and "
+            f"{where()}: with value_func_has_state={self.has_state} and "
             f"value_func_has_aux={self.has_aux} the value of value_and_grad_func is {expected}, "
             f"got {_described(out)}."
         )
@@ -149,7 +147,7 @@ class ValueFunction:
         )
         if described(params) != described(gradient):
             raise ValueError(
-                f"{_WHERE}: the gradient that value_and_grad_func returns must be like the "
+                f"{where()}: the gradient that value_and_grad_func returns must be like the "
                 f"parameters, {described(params)}, got {described(gradient)}."
             )
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from curvax._errors import as_integer
+from curvax._errors import as_integer, where
 from curvax._types import Array
 
 __all__ = [
@@ -160,17 +160,17 @@ _FORMATS = ("NWC", "NCW", "NHWC", "NCHW", "NDHWC", "NCDHW")
 _PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 
 
-def read_inputs(inputs: Any, where: str) -> Array:
+def read_inputs(inputs: Any) -> Array:
     """The images, which must be real numbers and have one to three spatial axes."""
     array = jnp.asarray(inputs)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
-            f"{where}: inputs must be of a real floating dtype, got {array.dtype}. Convert them "
+            f"{where()}: inputs must be of a real floating dtype, got {array.dtype}. Convert them "
             f"to the dtype to compute in, for example with inputs.astype(jnp.float32)."
         )
     if not 3 <= array.ndim <= 5:
         raise ValueError(
-            f"{where}: inputs must have a batch axis, a channel axis and one to three spatial "
+            f"{where()}: inputs must have a batch axis, a channel axis and one to three spatial "
             f"axes, got shape {array.shape}. Give a single image a batch axis of 1."
         )
     return array
@@ -187,12 +187,11 @@ def read_geometry(
     kernel_dilation: Sizes | None,
     feature_group_count: int,
     batch_group_count: int,
-    where: str,
 ) -> ConvGeometry:
     """The convolution that the arguments describe, if it has patches at all."""
-    numbers = _read_layout(len(inputs_shape), data_format, dim_numbers, where)
+    numbers = _read_layout(len(inputs_shape), data_format, dim_numbers)
     num_spatial = len(inputs_shape) - 2
-    sizes = lambda name, value: _read_sizes(name, value, num_spatial, where)
+    sizes = lambda name, value: _read_sizes(name, value, num_spatial)
     kernel = sizes("kernel_spatial_shape", kernel_spatial_shape)
     window_strides = sizes("strides", strides)
     lhs_dilation = sizes("inputs_dilation", 1 if inputs_dilation is None else inputs_dilation)
@@ -201,21 +200,19 @@ def read_geometry(
     geometry = ConvGeometry.of(
         kernel,
         window_strides=window_strides,
-        padding=_read_padding(
-            padding, spatial, kernel, window_strides, lhs_dilation, rhs_dilation, where
-        ),
+        padding=_read_padding(padding, spatial, kernel, window_strides, lhs_dilation, rhs_dilation),
         dimension_numbers=numbers,
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
-        feature_group_count=_read_group_count("feature_group_count", feature_group_count, where),
-        batch_group_count=_read_group_count("batch_group_count", batch_group_count, where),
+        feature_group_count=_read_group_count("feature_group_count", feature_group_count),
+        batch_group_count=_read_group_count("batch_group_count", batch_group_count),
     )
-    _check_groups(geometry, inputs_shape, where)
-    _check_that_there_are_patches(geometry, inputs_shape, where)
+    _check_groups(geometry, inputs_shape)
+    _check_that_there_are_patches(geometry, inputs_shape)
     return geometry
 
 
-def read_weights(weights: Any, geometry: ConvGeometry, inputs_shape: Any, where: str) -> Any:
+def read_weights(weights: Any, geometry: ConvGeometry, inputs_shape: Any) -> Any:
     """The weights of patches, in full; None stays None."""
     if weights is None:
         return None
@@ -227,12 +224,12 @@ def read_weights(weights: Any, geometry: ConvGeometry, inputs_shape: Any, where:
         fits = False
     if not fits:
         raise ValueError(
-            f"{where}: weighting_array must broadcast to {shape}, the images and the spatial shape "
-            f"of the outputs, got shape {array.shape}. Give weights of images as "
+            f"{where()}: weighting_array must broadcast to {shape}, the images and the spatial "
+            f"shape of the outputs, got shape {array.shape}. Give weights of images as "
             f"weights.reshape({(shape[0], *(1 for _ in shape[1:]))})."
         )
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{where}: weighting_array must be real, got {array.dtype}.")
+        raise TypeError(f"{where()}: weighting_array must be real, got {array.dtype}.")
     # One rank at a time: `jax_numpy_rank_promotion` may forbid the rest.
     return jnp.broadcast_to(array.reshape((1,) * (len(shape) - array.ndim) + array.shape), shape)
 
@@ -242,28 +239,26 @@ def _weights_shape(geometry: ConvGeometry, inputs_shape: Sequence[int]) -> tuple
     return (images, *geometry.output_spatial_shape(inputs_shape))
 
 
-def _read_layout(
-    rank: int, data_format: Any, dim_numbers: Any, where: str
-) -> lax.ConvDimensionNumbers:
+def _read_layout(rank: int, data_format: Any, dim_numbers: Any) -> lax.ConvDimensionNumbers:
     """`dim_numbers` if it is given, else what the data format says; None is that of `jax.lax`."""
     if isinstance(dim_numbers, lax.ConvDimensionNumbers):
         if not all(sorted(spec) == list(range(rank)) for spec in dim_numbers):
             raise ValueError(
-                f"{where}: each spec of dim_numbers must hold the axes 0 to {rank - 1}, because "
+                f"{where()}: each spec of dim_numbers must hold the axes 0 to {rank - 1}, because "
                 f"inputs have {rank}; got {dim_numbers}."
             )
         return dim_numbers
     if dim_numbers is None and data_format is not None:
         if data_format not in _FORMATS:
             raise ValueError(
-                f"{where}: data_format must be None or one of {_FORMATS}, got {data_format!r}. "
+                f"{where()}: data_format must be None or one of {_FORMATS}, got {data_format!r}. "
                 f"Describe any other layout with dim_numbers."
             )
         if len(data_format) != rank:
             kin = [name for name in _FORMATS if len(name) == rank]
             raise ValueError(
-                f"{where}: data_format={data_format!r} is for inputs with {len(data_format)} axes, "
-                f"but these have {rank}. For {rank - 2} spatial axes give one of {kin}."
+                f"{where()}: data_format={data_format!r} is for inputs with {len(data_format)} "
+                f"axes, but these have {rank}. For {rank - 2} spatial axes give one of {kin}."
             )
         spatial = data_format.replace("N", "").replace("C", "")
         dim_numbers = (data_format, spatial + "IO", data_format)
@@ -271,28 +266,28 @@ def _read_layout(
         return lax.conv_dimension_numbers((1,) * rank, (1,) * rank, dim_numbers)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: dim_numbers must be a lax.ConvDimensionNumbers or three strings of "
+            f"{where()}: dim_numbers must be a lax.ConvDimensionNumbers or three strings of "
             f"{rank} letters such as ('NHWC', 'HWIO', 'NHWC'), got {dim_numbers!r}: {error}"
         ) from error
 
 
-def _read_sizes(name: str, value: Any, num_spatial: int, where: str) -> tuple[int, ...]:
+def _read_sizes(name: str, value: Any, num_spatial: int) -> tuple[int, ...]:
     """A positive integer for each spatial axis."""
     number = as_integer(value)
     given = [number] * num_spatial if number is not None else value
     sizes = [as_integer(x) for x in given] if isinstance(given, Sequence) else [None]
     if None in sizes:
         raise TypeError(
-            f"{where}: {name} must be a Python integer or a sequence of them, got {value!r}."
+            f"{where()}: {name} must be a Python integer or a sequence of them, got {value!r}."
         )
     if len(sizes) != num_spatial:
         raise ValueError(
-            f"{where}: {name} must have an entry for each of the {num_spatial} spatial axes of "
+            f"{where()}: {name} must have an entry for each of the {num_spatial} spatial axes of "
             f"inputs, got {value!r}. Give a single integer if they are all the same."
         )
     positive = tuple(size for size in sizes if size is not None and size > 0)
     if len(positive) != num_spatial:
-        raise ValueError(f"{where}: {name} must be at least 1 everywhere, got {value!r}.")
+        raise ValueError(f"{where()}: {name} must be at least 1 everywhere, got {value!r}.")
     return positive
 
 
@@ -303,18 +298,17 @@ def _read_padding(
     strides: tuple[int, ...],
     lhs_dilation: tuple[int, ...],
     rhs_dilation: tuple[int, ...],
-    where: str,
 ) -> Sequence[tuple[int, int]]:
     if isinstance(padding, str):
         name = padding.upper()
         if name not in _PADDINGS:
             raise ValueError(
-                f"{where}: padding must be one of {_PADDINGS} or a pair of integers for each "
+                f"{where()}: padding must be one of {_PADDINGS} or a pair of integers for each "
                 f"spatial axis, got {padding!r}."
             )
         if name != "VALID" and math.prod(lhs_dilation) > 1:
             raise ValueError(
-                f"{where}: padding={padding!r} has no agreed meaning for dilated inputs, and "
+                f"{where()}: padding={padding!r} has no agreed meaning for dilated inputs, and "
                 f"inputs_dilation={lhs_dilation}. Give pairs of integers, as for jax.lax."
             )
         spans = [(k - 1) * d + 1 for k, d in zip(kernel, rhs_dilation, strict=True)]
@@ -325,24 +319,24 @@ def _read_padding(
         pairs = [(None, None)]
     if any(None in pair for pair in pairs) or len(pairs) != len(spatial):
         raise ValueError(
-            f"{where}: padding must be one of {_PADDINGS} or a pair (low, high) of integers for "
+            f"{where()}: padding must be one of {_PADDINGS} or a pair (low, high) of integers for "
             f"each of the {len(spatial)} spatial axes, got {padding!r}."
         )
     return [(low, high) for low, high in pairs if low is not None and high is not None]
 
 
-def _read_group_count(name: str, value: Any, where: str) -> int:
+def _read_group_count(name: str, value: Any) -> int:
     count = as_integer(value)
     if count is None or count < 1:
-        raise ValueError(f"{where}: {name} must be a positive Python integer, got {value!r}.")
+        raise ValueError(f"{where()}: {name} must be a positive Python integer, got {value!r}.")
     return count
 
 
-def _check_groups(geometry: ConvGeometry, inputs_shape: tuple[int, ...], where: str) -> None:
+def _check_groups(geometry: ConvGeometry, inputs_shape: tuple[int, ...]) -> None:
     features, batches = geometry.feature_group_count, geometry.batch_group_count
     if features > 1 and batches > 1:
         raise ValueError(
-            f"{where}: feature_group_count={features} and batch_group_count={batches}, but as in "
+            f"{where()}: feature_group_count={features} and batch_group_count={batches}, but as in "
             f"jax.lax at least one of them must be 1."
         )
     batch, channel = geometry.dimension_numbers.lhs_spec[:2]
@@ -352,20 +346,21 @@ def _check_groups(geometry: ConvGeometry, inputs_shape: tuple[int, ...], where: 
     ):
         if inputs_shape[axis] % count:
             raise ValueError(
-                f"{where}: {name}={count} does not divide the {inputs_shape[axis]} {what} of "
+                f"{where()}: {name}={count} does not divide the {inputs_shape[axis]} {what} of "
                 f"inputs of shape {inputs_shape}. Check the layout, or the number of groups."
             )
 
 
-def _check_that_there_are_patches(
-    geometry: ConvGeometry, inputs_shape: tuple[int, ...], where: str
-) -> None:
+def _check_that_there_are_patches(geometry: ConvGeometry, inputs_shape: tuple[int, ...]) -> None:
     if 0 in inputs_shape:
-        raise ValueError(f"{where}: there is nothing to average in inputs of shape {inputs_shape}.")
+        raise ValueError(
+            f"{where()}: there is nothing to average in inputs of shape {inputs_shape}."
+        )
     if geometry.num_positions(inputs_shape) == 0:
         raise ValueError(
-            f"{where}: there are no patches: the kernel of shape {geometry.kernel_spatial_shape}, "
-            f"with dilation {geometry.rhs_dilation}, does not fit into inputs that have spatial "
-            f"shape {geometry.padded_spatial_shape(inputs_shape)} after dilation and padding. Pad "
-            f"more, for example with padding='SAME', or check the layout."
+            f"{where()}: there are no patches: the kernel of shape "
+            f"{geometry.kernel_spatial_shape}, with dilation {geometry.rhs_dilation}, does not fit "
+            f"into inputs that have spatial shape {geometry.padded_spatial_shape(inputs_shape)} "
+            f"after dilation and padding. Pad more, for example with padding='SAME', or check the "
+            "layout."
         )

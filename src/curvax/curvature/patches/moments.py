@@ -100,8 +100,7 @@ def patches_moments(
         Array([[13., 14.],
                [17., 18.]], dtype=float32)
     """
-    where = "curvax.patches_moments"
-    inputs = read_inputs(inputs, where)
+    inputs = read_inputs(inputs)
     geometry = read_geometry(
         inputs.shape,
         kernel_spatial_shape,
@@ -113,14 +112,13 @@ def patches_moments(
         kernel_dilation,
         feature_group_count,
         batch_group_count,
-        where,
     )
     second, first = patch_moment_sums(
         inputs,
         geometry,
-        weights=read_weights(weighting_array, geometry, inputs.shape, where),
+        weights=read_weights(weighting_array, geometry, inputs.shape),
         precision=precision,
-        chunk_size=check_size("chunk_size", chunk_size, where),
+        chunk_size=check_size("chunk_size", chunk_size),
         unroll_loop=unroll_loop,
     )
     assert first is not None
@@ -178,8 +176,7 @@ def patches_moments_explicit(
         Array([1.5, 2.5], dtype=float32)
     """
     del unroll_loop
-    where = "curvax.patches_moments_explicit"
-    inputs = read_inputs(inputs, where)
+    inputs = read_inputs(inputs)
     geometry = read_geometry(
         inputs.shape,
         kernel_spatial_shape,
@@ -191,9 +188,8 @@ def patches_moments_explicit(
         kernel_dilation,
         feature_group_count,
         batch_group_count,
-        where,
     )
-    weights = read_weights(weighting_array, geometry, inputs.shape, where)
+    weights = read_weights(weighting_array, geometry, inputs.shape)
     dtype = at_least_single(inputs.dtype)
     patches = _all_patches(inputs, geometry).astype(dtype)
     weighted = patches

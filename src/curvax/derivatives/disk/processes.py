@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import PyTree
 from curvax.devices.mesh_axis import MeshAxis
 
@@ -37,17 +38,16 @@ class Team:
     count: int
     axis: MeshAxis | None
     """The devices of this process that compute; None for the one that JAX takes by default."""
-    where: str
 
     @classmethod
-    def of(cls, axis: MeshAxis | None, where: str) -> "Team":
+    def of(cls, axis: MeshAxis | None) -> "Team":
         """All processes, or this one alone if it is alone or the mesh has no devices of others."""
         number, count = jax.process_index(), jax.process_count()
         if count == 1 or (axis is not None and not axis.is_multi_process):
-            return cls(0, 1, axis, where)
+            return cls(0, 1, axis)
         own = [_jax.default_device()] if axis is None else list(axis.mesh.local_devices)
         axis = MeshAxis(Mesh(np.array(own), ("devices",)), ("devices",))
-        return cls(number, count, axis, where)
+        return cls(number, count, axis)
 
     @property
     def is_first(self) -> bool:
@@ -82,7 +82,7 @@ class Team:
             raise error
         if failed.size:
             raise RuntimeError(
-                f"{self.where}: {what} failed in process {', '.join(map(str, failed))}, which says "
+                f"{where()}: {what} failed in process {', '.join(map(str, failed))}, which says "
                 f"why; so it is given up in process {self.number}, too."
             )
         return result
@@ -103,4 +103,4 @@ class Team:
         while not is_done():
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        _jax.wait_for_all(self.where)
+        _jax.wait_for_all("curvax: finished")

@@ -43,7 +43,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from curvax._errors import check_size
+from curvax._errors import check_size, where
 
 __all__ = [
     "FORMAT",
@@ -85,18 +85,18 @@ class ArraySpec:
     dtype: np.dtype[Any]
 
 
-def check_specs(specs: Sequence[ArraySpec], axis: str, length: int, where: str) -> None:
+def check_specs(specs: Sequence[ArraySpec], axis: str, length: int) -> None:
     """Check that arrays have a row for each of `length` columns, and a dtype that Zarr can hold."""
     for spec in specs:
         if not spec.shape or spec.shape[0 if axis == "first" else -1] != length:
             raise ValueError(
-                f"{where}: array {spec.name!r} of shape {spec.shape} must have {length} rows along "
-                f"its {axis} axis."
+                f"{where()}: array {spec.name!r} of shape {spec.shape} must have {length} rows "
+                f"along its {axis} axis."
             )
         if spec.dtype.kind not in "biufc" or spec.dtype.isbuiltin != 1:
             raise TypeError(
-                f"{where}: array {spec.name!r} is of dtype {spec.dtype}, which Zarr cannot store. "
-                f"Let the function return float32, for example."
+                f"{where()}: array {spec.name!r} is of dtype {spec.dtype}, which Zarr cannot "
+                f"store. Let the function return float32, for example."
             )
 
 
@@ -266,7 +266,6 @@ class BlockStore:
         block_size: int | None,
         fingerprint: str,
         overwrite: bool,
-        where: str,
         resume: bool = True,
         verify: bool = False,
     ) -> "BlockStore":
@@ -281,7 +280,6 @@ class BlockStore:
             fingerprint: says which computation it is.
             overwrite: replace a Zarr store of something else. One of the same computation and the
                 same block size is continued all the same.
-            where: the function to name in errors.
             resume: continue a store of the same computation; otherwise it is replaced.
             verify: read all blocks that are done, and check their checksums. Otherwise it is only
                 checked that their chunks are there, have the right size, and end with the checksum
@@ -297,32 +295,30 @@ class BlockStore:
             FileExistsError: something that is no Zarr store is in the way.
             ValueError: the store is of something else, or has another block size.
         """
-        zarr = _import_zarr(where)
-        given = check_size("block_size", block_size, where)
+        zarr = _import_zarr()
+        given = check_size("block_size", block_size)
         size = None if given is None else min(given, max(1, length))
         path = Path(os.path.realpath(path))
         _remove_leftovers(path)
         computation: Any = {"axis": axis, "length": length, "fingerprint": fingerprint}
-        recorded = cls.recorded_block_size(
-            path, specs, **computation, overwrite=overwrite, where=where
-        )
+        recorded = cls.recorded_block_size(path, specs, **computation, overwrite=overwrite)
         if not resume:
             recorded = None
         if recorded is not None and size not in (None, recorded):
             if not overwrite:
                 raise ValueError(
-                    f"{where}: {path} was begun in blocks of {recorded}, but blocks of {size} are "
-                    f"asked for. Leave the size out (or give {recorded}) to continue, choose "
+                    f"{where()}: {path} was begun in blocks of {recorded}, but blocks of {size} "
+                    f"are asked for. Leave the size out (or give {recorded}) to continue, choose "
                     f"another path, or pass overwrite=True to start again."
                 )
             recorded = None
         if recorded is None and size is None:
-            raise ValueError(f"{where}: a new store needs a block_size, got None.")
+            raise ValueError(f"{where()}: a new store needs a block_size, got None.")
         store = cls(path, tuple(specs), axis, length, recorded or size or 1)
         if recorded is None:
             _create(zarr, store, metadata_of(store.specs, **computation))
         else:
-            store._take_back_damaged(verify, where)
+            store._take_back_damaged(verify)
             if store.unfinished():
                 store._remove_partial_chunks()
         return store
@@ -337,21 +333,20 @@ class BlockStore:
         length: int,
         fingerprint: str,
         overwrite: bool,
-        where: str,
     ) -> int | None:
         """The block size of the store that `open` would continue; None if it would make one.
 
         Whatever makes `open` refuse, other than a block size, is refused here already.
         """
         wanted = metadata_of(tuple(specs), axis, length, fingerprint)
-        check_specs(specs, axis, length, where)
+        check_specs(specs, axis, length)
         path = Path(os.path.realpath(path))
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return None
         if not is_zarr(path) and not is_ours(path, specs):
             kind = "a directory that is not a Zarr store" if path.is_dir() else "a file"
             raise FileExistsError(
-                f"{where}: {path} is {kind}. It is not touched, also with overwrite=True: choose "
+                f"{where()}: {path} is {kind}. It is not touched, also with overwrite=True: choose "
                 f"another path, or remove it yourself."
             )
         recorded = recorded_in(path)
@@ -368,13 +363,13 @@ class BlockStore:
             return None
         if damaged:
             raise ValueError(
-                f"{where}: {path} is damaged: {', '.join(damaged)} cannot be read or is not as it "
-                f"was written, so that nothing can be said about its numbers. Pass overwrite=True "
-                f"to compute them again, or choose another path."
+                f"{where()}: {path} is damaged: {', '.join(damaged)} cannot be read or is not as "
+                f"it was written, so that nothing can be said about its numbers. Pass "
+                f"overwrite=True to compute them again, or choose another path."
             )
         raise ValueError(
-            f"{where}: {path} holds something else: {'; '.join(differences)}. Choose another path, "
-            f"or pass overwrite=True to replace it."
+            f"{where()}: {path} holds something else: {'; '.join(differences)}. Choose another "
+            f"path, or pass overwrite=True to replace it."
         )
 
     @property
@@ -456,16 +451,16 @@ class BlockStore:
 
         return [index for index in done if not is_intact(index)]
 
-    def _take_back_damaged(self, verify: bool, where: str) -> None:
+    def _take_back_damaged(self, verify: bool) -> None:
         """Let damaged blocks be done again."""
         damaged = self.damaged(verify)
         if not damaged:
             return
         some = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
         warnings.warn(
-            f"{where}: {len(damaged)} of the {self.num_blocks} blocks of {self.path} are damaged: "
-            f"chunks are missing, of another size, fail their checksum or are those of another "
-            f"block (blocks {some}). They are computed again.",
+            f"{where()}: {len(damaged)} of the {self.num_blocks} blocks of {self.path} are "
+            f"damaged: chunks are missing, of another size, fail their checksum or are those of "
+            f"another block (blocks {some}). They are computed again.",
             DamagedStoreWarning,
             stacklevel=2,
         )
@@ -477,7 +472,7 @@ class BlockStore:
         return self._open("r")
 
     def _open(self, mode: Literal["r", "r+"]) -> list[Any]:
-        zarr = _import_zarr("BlockStore")
+        zarr = _import_zarr()
         store = zarr.storage.LocalStore(self.path, read_only=mode == "r")
         # A chunk of zeros is written like any other, so that every mark has its chunks. Zarr takes
         # that setting from here when it opens an array, and not always from an argument.
@@ -525,23 +520,23 @@ class BlockStore:
             partial.unlink(missing_ok=True)
 
 
-def check_path(out: Any, where: str) -> Path:
+def check_path(out: Any) -> Path:
     """The place of a store as the user gave it, as an absolute path with links resolved."""
     if not isinstance(out, str | os.PathLike) or not isinstance(os.fspath(out), str):
-        raise TypeError(f"{where}: out must be a path, got {type(out).__name__} {out!r}.")
+        raise TypeError(f"{where()}: out must be a path, got {type(out).__name__} {out!r}.")
     if not os.fspath(out):
-        raise ValueError(f"{where}: out must be a path such as 'result.zarr', got ''.")
+        raise ValueError(f"{where()}: out must be a path such as 'result.zarr', got ''.")
     path = Path(os.path.realpath(out))
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"{where}: out={os.fspath(out)!r} cannot be made, because {path.parent} is not an "
+            f"{where()}: out={os.fspath(out)!r} cannot be made, because {path.parent} is not an "
             f"existing directory. Create it first."
         )
     return path
 
 
-def _import_zarr(where: str) -> Any:
-    advice = f"{where}: results on disk need zarr 3.1 or newer. Run pip install 'curvax[disk]'."
+def _import_zarr() -> Any:
+    advice = f"{where()}: results on disk need zarr 3.1 or newer. Run pip install 'curvax[disk]'."
     try:
         import zarr
     except ImportError as error:

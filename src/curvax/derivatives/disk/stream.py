@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.derivatives.arguments import Options
@@ -100,7 +101,6 @@ class BlockPrograms:
         """
         budget = parse_memory(request.budget)
         held = sum(map(_bytes_on_device, jax.tree.leaves(self.prepared)))
-        where = request.where
         starts = jax.ShapeDtypeStruct((self.at_once,), jnp.int32, sharding=self._split)
         if recorded is not None:
             needs = held + memory_usage(self._function(recorded), self.prepared, starts).added_bytes
@@ -108,14 +108,14 @@ class BlockPrograms:
                 raise MemoryBudgetError(
                     budget,
                     needs,
-                    where,
+                    where(),
                     f"The store was begun in blocks of {recorded}, which do not fit. Give it that "
                     f"much, or start again with overwrite=True and batch_size.",
                 )
             return recorded
         smallest = held + memory_usage(self._function(1), self.prepared, starts).added_bytes
         if smallest > budget:
-            raise MemoryBudgetError(budget, smallest, where, "What else helps: checkpoint=True.")
+            raise MemoryBudgetError(budget, smallest, where(), "What else helps: checkpoint=True.")
         plan = plan_batch_size(
             self._function,
             (self.prepared, starts),
@@ -169,28 +169,27 @@ def stream(
     progress: bool,
 ) -> tuple[list[Any], PyTree]:
     """The arrays of a problem with one part, on disk at `out`, and its auxiliary value."""
-    where = options.where
     if not options.jit or (options.budget is not None and options.budget.objective == "time"):
         raise ValueError(
-            f"{where}: blocks for the disk are always compiled, and as large as the budget allows: "
-            f"out= does not go with jit=False or objective='time'."
+            f"{where()}: blocks for the disk are always compiled, and as large as the budget "
+            f"allows: out= does not go with jit=False or objective='time'."
         )
     if any(map(_jax.is_tracer, jax.tree.leaves(x))):
-        raise ValueError(f"{where}: {_NOT_TRACED.format(out)}")
+        raise ValueError(f"{where()}: {_NOT_TRACED.format(out)}")
     check_closed_over(problem.prepare, x, options)
-    team = Team.of(options.axis, where)
+    team = Team.of(options.axis)
     x = team.own(x)
     with team.by_itself():
         wanted = team.all_or_none(
-            lambda: _Wanted.of(problem, x, check_path(out, where), overwrite, options),
+            lambda: _Wanted.of(problem, x, check_path(out), overwrite, options),
             "checking the arguments",
         )
         if team.count > 1:
-            check_agreement(wanted.in_words(x), where)
+            check_agreement(wanted.in_words(x))
         blocks, aux = team.all_or_none(
             lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
         )
-        with disk_errors(where, wanted.path):
+        with disk_errors(wanted.path):
             store = _opened(wanted, blocks, options, block_size, team, verify)
             _write_unfinished(store, blocks, team, progress)
     return list(store.arrays()), aux
@@ -219,7 +218,6 @@ class _Wanted:
             "length": part.length,
             "fingerprint": fingerprint(program, (), jax.tree.leaves(x)),
             "overwrite": overwrite,
-            "where": options.where,
         }
         return cls(path, tuple(_specs(shapes, part)), computation, tuple(callbacks(program)))
 
@@ -257,7 +255,7 @@ class _Wanted:
         if self.computation["overwrite"]:
             return None
         raise ValueError(
-            f"{self.computation['where']}: f calls back to Python ({', '.join(self.callbacks)}), "
+            f"{where()}: f calls back to Python ({', '.join(self.callbacks)}), "
             f"and whether such a function still computes what it did when {self.path} was written "
             f"cannot be known. So it is neither continued nor returned. Pass overwrite=True to "
             f"compute it again, choose another path, or read it with zarr.open."
@@ -270,7 +268,7 @@ class _Wanted:
         while self.recorded_block_size() != block_size:
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{self.computation['where']}: process 0 has opened the store {self.path}, but "
+                    f"{where()}: process 0 has opened the store {self.path}, but "
                     f"process {number} does not see it. It must be in a file system that all "
                     f"processes share."
                 )
@@ -280,7 +278,6 @@ class _Wanted:
 
 def _traced(fun: Any, x: PyTree, path: Path, options: Options) -> tuple[Any, PyTree]:
     """The program of a column and its shape, the same whatever devices it will run on."""
-    where = options.where
     if options.axis is None and jax.process_count() == 1:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     else:
@@ -288,13 +285,13 @@ def _traced(fun: Any, x: PyTree, path: Path, options: Options) -> tuple[Any, PyT
             plain = jax.tree.map(_jax.unplaced, x)
             program, shapes = jax.make_jaxpr(fun, return_shape=True)(plain)
     if any(map(_jax.is_tracer, program.consts)):
-        raise ValueError(f"{where}: {_NOT_TRACED.format(path)}")
+        raise ValueError(f"{where()}: {_NOT_TRACED.format(path)}")
     for const in program.consts:
         if isinstance(const, jax.Array) and not const.is_fully_addressable:
             raise ValueError(
-                f"{where}: f closes over an array {const.dtype}{list(const.shape)} that is spread "
-                f"over several processes, but each of them computes its blocks for the disk by "
-                f"itself. Let it close over what jax.experimental.multihost_utils."
+                f"{where()}: f closes over an array {const.dtype}{list(const.shape)} that is "
+                f"spread over several processes, but each of them computes its blocks for the disk "
+                f"by itself. Let it close over what jax.experimental.multihost_utils."
                 f"process_allgather(array, tiled=True) returns."
             )
     return program, shapes
@@ -335,7 +332,7 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
     missing[store.unfinished()] = 1
     unfinished = np.flatnonzero(team.sent_by_first(missing)).tolist()
     own, left = unfinished[team.number :: team.count], len(unfinished)
-    bar = Progress(team.where.partition(".")[2], store.num_blocks, store.num_blocks - left)
+    bar = Progress(where().partition(".")[2], store.num_blocks, store.num_blocks - left)
 
     def is_done() -> bool:
         nonlocal left
@@ -356,7 +353,7 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
 
 
 @contextmanager
-def disk_errors(where: str, path: Path) -> Generator[None]:
+def disk_errors(path: Path) -> Generator[None]:
     """Say what to do where the system refuses to write: a full disk, or one that is read-only."""
     advice = {
         errno.ENOSPC: "Make room, or choose a path on another disk.",
@@ -372,7 +369,7 @@ def disk_errors(where: str, path: Path) -> Generator[None]:
             raise
         raise OSError(
             error.errno,
-            f"{where}: cannot write to {path}: {os.strerror(error.errno)}. "
+            f"{where()}: cannot write to {path}: {os.strerror(error.errno)}. "
             f"{advice[error.errno]} Blocks that are done are kept: the same call goes on there",
         ) from error
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.detection.program import Node
 from curvax.layers.detection.replay import Collected, Given, stack_shape
@@ -69,28 +70,25 @@ def layer_tags_vjp(
         >>> layer["outputs_tangents"][0].shape
         (3, 1)
     """
-    where = "curvax.layer_tags_vjp"
     options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
-    traced = TracedFunction.of(func, params_index, where, raise_error_on_diff_jaxpr, **options)
+    traced = TracedFunction.of(func, params_index, raise_error_on_diff_jaxpr, **options)
 
     def vjp_at(
         func_args: Sequence[PyTree],
     ) -> tuple[Losses, Callable[[LossTangents], list[LayerData]]]:
         at = traced.at(func_args)
-        operands, vjp = layer_data_at(at, where)
+        operands, vjp = layer_data_at(at)
         return at.losses(*operands), vjp
 
     return vjp_at
 
 
-def layer_data_at(
-    at: LossMap, where: str
-) -> tuple[tuple[Any, Any], Callable[[LossTangents], list[LayerData]]]:
+def layer_data_at(at: LossMap) -> tuple[tuple[Any, Any], Callable[[LossTangents], list[LayerData]]]:
     """As what `layer_tags_vjp` returns does, for a function that is traced already.
 
     In place of losses there is what they are made of: what depends on parameters, and the rest.
     """
-    check_devices(at, where)
+    check_devices(at)
     nodes = [node for layer in at.processed.layers for node in layer.tagged]
     zeros = _no_changes(at)
     keys = list(zeros)
@@ -106,7 +104,7 @@ def layer_data_at(
     values = dict(zip(nodes, operands, strict=True))
 
     def vjp(tangents: LossTangents) -> list[LayerData]:
-        params, changes = pull_back(like_dependants(tangents, dependants, where))
+        params, changes = pull_back(like_dependants(tangents, dependants))
         cotangents = dict(zip(keys, changes, strict=True))
         return [
             _layer_data(at, layer.params, layer.tagged, values, cotangents, params)
@@ -143,7 +141,7 @@ def _no_changes(at: LossMap) -> dict[Any, Array]:
     return changes
 
 
-def check_devices(at: LossMap, where: str) -> None:
+def check_devices(at: LossMap) -> None:
     """With examples on several devices of a `shard_map`, layers put out something else on each.
 
     Otherwise JAX sums the cotangents of different examples, before they get to the layer.
@@ -155,7 +153,7 @@ def check_devices(at: LossMap, where: str) -> None:
             missing = sorted(map(str, axes - _jax.varying_axes(*kinds(node))))
             if missing:
                 raise ValueError(
-                    f"{where}: inside of shard_map, the losses differ between the devices along "
+                    f"{where()}: inside of shard_map, the losses differ between the devices along "
                     f"{', '.join(missing)}, but {node.name} of the parameters {layer.params} gives "
                     f"the same on all of them, so that its cotangents would be summed over "
                     f"different examples. Say of its input, such as the first state of a loop, "

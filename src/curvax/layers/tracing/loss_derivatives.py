@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
@@ -50,13 +51,11 @@ class LossDerivatives:
         where: what errors call the user's function of curvax.
     """
 
-    def __init__(self, func: Fun, params_index: int, where: str) -> None:
-        self._where = where
+    def __init__(self, func: Fun, params_index: int) -> None:
         # Layers do not matter here: all parameters are generic.
         self._traced = TracedFunction.of(
             func,
             params_index,
-            where,
             same_graph=False,
             allow_left_out_params=True,
             register_only_generic=True,
@@ -88,7 +87,7 @@ class LossDerivatives:
         dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
 
         def pull_back(tangents: LossTangents) -> PyTree:
-            (params,) = transposed(like_dependants(tangents, dependants, self._where))
+            (params,) = transposed(like_dependants(tangents, dependants))
             return _as_params(at, params)
 
         return at.losses(dependants, others), pull_back
@@ -98,7 +97,7 @@ class LossDerivatives:
     ) -> tuple[Losses, tuple[tuple[Array, ...], ...]]:
         """The losses, and the product of J and a vector."""
         at = self._traced.at(func_args)
-        tangents = _like_params(at, params_tangents, self._where)
+        tangents = _like_params(at, params_tangents)
         dependants, moved, (others, _) = jax.jvp(at, (at.params,), (tangents,), has_aux=True)
         return at.losses(dependants, others), tuple(map(tuple, moved))
 
@@ -108,12 +107,12 @@ class LossDerivatives:
         dependants, linear, (others, _) = jax.linearize(at, at.params, has_aux=True)
 
         def push_forward(params_tangents: PyTree) -> tuple[tuple[Array, ...], ...]:
-            moved = linear(_like_params(at, params_tangents, self._where))
+            moved = linear(_like_params(at, params_tangents))
             return tuple(map(tuple, moved))
 
         def pull_back(tangents: LossTangents) -> PyTree:
             transposed = jax.linear_transpose(linear, at.params)
-            (params,) = transposed(like_dependants(tangents, dependants, self._where))
+            (params,) = transposed(like_dependants(tangents, dependants))
             return _as_params(at, params)
 
         return at.losses(dependants, others), push_forward, pull_back
@@ -121,7 +120,7 @@ class LossDerivatives:
     def hvp(self, func_args: Sequence[PyTree], params_tangents: PyTree) -> tuple[PyTree, Losses]:
         """The product of a vector and the Hessian of the sum of all losses, and the losses."""
         at = self._traced.at(func_args)
-        tangents = _like_params(at, params_tangents, self._where)
+        tangents = _like_params(at, params_tangents)
 
         def total(params: Sequence[Array]) -> tuple[Array, Any]:
             dependants, (others, _) = at(params)
@@ -139,7 +138,7 @@ class LossDerivatives:
         for number, loss in enumerate(losses):
             if loss.needs_targets and loss.targets is None:
                 raise ValueError(
-                    f"{self._where}: {what} depends on targets, but loss {number}, "
+                    f"{where()}: {what} depends on targets, but loss {number}, "
                     f"{type(loss).__name__}, was registered without any. Register it with its "
                     f"targets, or take the Fisher matrix or the GGN, which do not need them."
                 )
@@ -151,9 +150,9 @@ def _as_params(at: LossMap, leaves: Sequence[Array]) -> PyTree:
     return jax.tree.unflatten(at.processed.params_tree, list(leaves))
 
 
-def _like_params(at: LossMap, tangents: PyTree, where: str) -> list[Array]:
+def _like_params(at: LossMap, tangents: PyTree) -> list[Array]:
     """Tangents of parameters as the user gave them, checked, in the dtypes of the parameters."""
-    expected = f"{where}: tangents of the parameters are like the parameters"
+    expected = f"{where()}: tangents of the parameters are like the parameters"
     tree, known = jax.tree.structure(tangents), at.processed.params_tree
     if tree != known:
         raise ValueError(f"{expected}, of the structure {known}, got {tree}.")
@@ -174,15 +173,13 @@ def _cast(tangent: Any, param: Any) -> Array:
     return jnp.asarray(tangent, dtype) if jnp.issubdtype(dtype, jnp.inexact) else tangent
 
 
-def like_dependants(
-    tangents: LossTangents, dependants: Sequence[Any], where: str
-) -> list[tuple[Array, ...]]:
+def like_dependants(tangents: LossTangents, dependants: Sequence[Any]) -> list[tuple[Array, ...]]:
     """Cotangents as the user gave them, checked; those of each device's own are its own, too."""
     given = [tuple(map(jnp.shape, each)) for each in tangents]
     expected = [tuple(x.shape for x in each) for each in dependants]
     if given != expected:
         raise ValueError(
-            f"{where}: for each loss there is one array for each of its parameter_dependants, of "
+            f"{where()}: for each loss there is one array for each of its parameter_dependants, of "
             f"the shapes {expected}, got {given}."
         )
     pairs = zip(tangents, dependants, strict=True)
@@ -222,7 +219,7 @@ def loss_tags_vjp(
         Array([[6.],
                [6.]], dtype=float32)
     """
-    return LossDerivatives(func, params_index, "curvax.loss_tags_vjp").vjp
+    return LossDerivatives(func, params_index).vjp
 
 
 def loss_tags_jvp(
@@ -244,7 +241,7 @@ def loss_tags_jvp(
     Raises:
         RegistrationError: if `func` registers no loss, or one was lost.
     """
-    return LossDerivatives(func, params_index, "curvax.loss_tags_jvp").jvp
+    return LossDerivatives(func, params_index).jvp
 
 
 def loss_tags_hvp(
@@ -267,4 +264,4 @@ def loss_tags_hvp(
         RegistrationError: if `func` registers no loss, or one was lost.
         ValueError: if a loss has no targets.
     """
-    return LossDerivatives(func, params_index, "curvax.loss_tags_hvp").hvp
+    return LossDerivatives(func, params_index).hvp

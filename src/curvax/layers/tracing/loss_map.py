@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.axes import REARRANGED
 from curvax.layers.detection.layers import Layer, tagged_layers
@@ -239,8 +240,7 @@ class ProcessedJaxpr:
             func, interaction = tagged, tagged.registration(*args).interaction
         traced = jax.make_jaxpr(func)(*args)
         through_custom = auto_registration_kwargs.get("through_custom_derivatives", False)
-        where = "curvax.ProcessedJaxpr"
-        check_tags(read(traced), through_custom, where)
+        check_tags(read(traced), through_custom)
         tree = jax.tree.structure(args)
         index = params_index % len(args)
         processed = cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)
@@ -248,7 +248,7 @@ class ProcessedJaxpr:
         if not auto_register_tags:  # Otherwise it was checked where layers were looked for.
             inside = processed.params_range
             params = processed.program.inputs[inside.start : inside.stop]
-            check_reached(processed.program, processed.losses, params, through_custom, where)
+            check_reached(processed.program, processed.losses, params, through_custom)
         return processed
 
     def _check_complete(self) -> None:
@@ -271,24 +271,21 @@ class TracedFunction:
     """Keeps what was traced, by the shapes of the arguments."""
 
     trace: Callable[[Sequence[PyTree]], ProcessedJaxpr]
-    where: str
     same_graph: bool = True
     """Whether other shapes must give the same operations."""
     known: dict[Any, ProcessedJaxpr] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, func: Fun, params_index: int, where: str, same_graph: bool, **options: Any
-    ) -> "TracedFunction":
+    def of(cls, func: Fun, params_index: int, same_graph: bool, **options: Any) -> "TracedFunction":
         """A function whose layers are to be found, as `ProcessedJaxpr.make_from_func` does."""
         trace = lambda args: ProcessedJaxpr.make_from_func(func, args, params_index, **options)
-        return cls(trace, where, same_graph)
+        return cls(trace, same_graph)
 
     def at(self, func_args: Any) -> "LossMap":
         """The function at these arguments."""
         if not isinstance(func_args, tuple | list):
             raise TypeError(
-                f"{self.where}: the arguments of the function are given as one sequence, such as "
+                f"{where()}: the arguments of the function are given as one sequence, such as "
                 f"(params, batch), got {type(func_args).__name__}."
             )
         leaves, tree = jax.tree.flatten(tuple(func_args))
@@ -307,7 +304,7 @@ class TracedFunction:
         before = next(iter(self.known.values()))
         if _outline(before) != _outline(processed):
             raise ValueError(
-                f"{self.where}: with these arguments the function does other things than with the "
+                f"{where()}: with these arguments the function does other things than with the "
                 f"first ones, so that its layers are not the same. If that is meant, say "
                 f"raise_error_on_diff_jaxpr=False."
             )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.detection.layers import EachStep, Layer, Place
 from curvax.layers.detection.program import Node
@@ -151,27 +152,24 @@ def layer_statistics(
         ValueError: if statistics of the same name differ in shape from place to place, or are not
             of a real type; or if a layer is the same on all devices, and its losses are not.
     """
-    where = "curvax.layer_statistics"
     options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
-    traced = TracedFunction.of(func, params_index, where, raise_error_on_diff_jaxpr, **options)
+    traced = TracedFunction.of(func, params_index, raise_error_on_diff_jaxpr, **options)
 
     def pull_back_at(func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
         at = traced.at(func_args)
-        operands, pull_back = statistics_at(at, rule, where)
+        operands, pull_back = statistics_at(at, rule)
         return at.losses(*operands), pull_back
 
     return pull_back_at
 
 
-def statistics_at(
-    at: LossMap, rule: LayerRule, where: str
-) -> tuple[tuple[LossArrays, LossArrays], PullBack]:
+def statistics_at(at: LossMap, rule: LayerRule) -> tuple[tuple[LossArrays, LossArrays], PullBack]:
     """As what `layer_statistics` returns does, for a function that is traced already.
 
     In place of losses there is what they are made of: what depends on parameters, and the rest.
     """
-    check_devices(at, where)
-    probes = _Probes(at, rule, where)
+    check_devices(at)
+    probes = _Probes(at, rule)
 
     def probed(params: Sequence[Array], zeros: Sequence[Sequence[Array]]) -> Any:
         dependants, (others, _) = at(params, probes, dict(zip(probes.keys, zeros, strict=True)))
@@ -180,7 +178,7 @@ def statistics_at(
     dependants, transposed, others = jax.vjp(probed, at.params, probes.zeros(), has_aux=True)
 
     def pull_back(tangents: LossTangents) -> tuple[list[dict[str, PyTree]], PyTree]:
-        params, found = transposed(like_dependants(tangents, dependants, where))
+        params, found = transposed(like_dependants(tangents, dependants))
         gradient = jax.tree.unflatten(at.processed.params_tree, params)
         return probes.by_layer(found), gradient
 
@@ -221,9 +219,8 @@ _Key = tuple[int, str, tuple[Node, ...]]
 class _Probes(AtLosses):
     """Hooks that put a probe at each tag of a layer."""
 
-    def __init__(self, at: LossMap, rule: LayerRule, where: str) -> None:
+    def __init__(self, at: LossMap, rule: LayerRule) -> None:
         self._layers = at.processed.layers
-        self._where = where
         self._varying = [*at.leaves, *at.processed.consts]
         self._totals: dict[_Key, _Total] = {}
         self._at: dict[Node, dict[_Key, Statistic]] = {}
@@ -287,7 +284,7 @@ class _Probes(AtLosses):
         leaves, tree = jax.tree.flatten(jax.eval_shape(statistic, inputs, outputs))
         if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
             raise ValueError(
-                f"{self._where}: the statistic {name!r} of {node.name} is of the types "
+                f"{where()}: the statistic {name!r} of {node.name} is of the types "
                 f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
             )
         lengths = tuple(_jax.ScanForm.of(loop.equation).length for loop in loops)
@@ -300,7 +297,7 @@ class _Probes(AtLosses):
         kind = lambda t: (t.tree, t.lengths, t.cuts, [(x.shape, x.dtype) for x in t.shapes])
         if any(kind(before) != kind(total) for before in alike):
             raise ValueError(
-                f"{self._where}: the statistic {name!r} of the layer with the parameters "
+                f"{where()}: the statistic {name!r} of the layer with the parameters "
                 f"{self._layers[number].params} is of the shapes {kind(alike[0])[1:]} at one place "
                 f"and {kind(total)[1:]} at another, or of another part of the parameters. Give "
                 f"them different names."
