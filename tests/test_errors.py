@@ -63,5 +63,5 @@ def test_the_public_class_of_a_subclass_is_named():
 
 def test_without_a_public_caller_it_is_the_package():
     assert where() == "curvax"
-    with pytest.raises(ValueError, match="^curvax: size must be at least 1"):
+    with pytest.raises(ValueError, match=r"^curvax: size must be at least 1"):
         functools.partial(check_size, "size")(0)
