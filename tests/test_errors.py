@@ -61,6 +61,21 @@ def test_the_public_class_of_a_subclass_is_named():
         Own(None, l2_reg=0.0)
 
 
+def test_a_configuration_that_is_replaced_is_the_optimizer_s():
+    optimizer = curvax.Optimizer(jax.value_and_grad(jnp.sum), l2_reg=0.0)
+    with named("Optimizer"):
+        optimizer.l2_reg = -1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "helps"),
+    [(curvax.hessian, "disk with out="), (curvax.hessian_diagonal, "checkpoint=True.$")],
+)
+def test_only_what_a_function_takes_is_recommended(function, helps):
+    with pytest.raises(curvax.MemoryBudgetError, match=helps):
+        function(lambda x: jnp.sum(jnp.sin(x) ** 2), jnp.ones(100), memory_budget=1)
+
+
 def test_without_a_public_caller_it_is_the_package():
     assert where() == "curvax"
     with pytest.raises(ValueError, match=r"^curvax: size must be at least 1"):

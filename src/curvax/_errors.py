@@ -6,10 +6,10 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["as_integer", "check_size", "where"]
+__all__ = ["as_integer", "check_divides", "check_size", "where"]
 
 
-_PASSED_OVER = {"jax", "contextlib", "functools", "jaxtyping", "beartype"}
+_PASSED_OVER = {"jax", "contextlib", "dataclasses", "functools", "jaxtyping", "beartype"}
 """Packages whose frames may lie between two of curvax's own."""
 
 
@@ -18,7 +18,9 @@ def where() -> str:
 
     Error messages begin with it. It is read from the stack: the outermost public function or class
     of curvax below the user's own code, where frames of JAX are passed over. If curvax calls a
-    function of the user, which calls curvax in turn, the inner call is meant.
+    user-supplied function that calls curvax, the inner call is named. If a function of curvax is
+    passed to another directly, as in `hessian(chunked_vmap(f), x)`, there is no frame of the user
+    between them, and the outer one is named.
     """
     name, frame = "curvax", inspect.currentframe()
     while frame is not None:

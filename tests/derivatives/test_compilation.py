@@ -113,7 +113,7 @@ def test_other_options_are_another_program(change, compilations):
     assert len(compilations) > before
 
 
-def test_the_functions_of_this_room_are_not_mistaken_for_each_other():
+def test_functions_are_not_mistaken_for_each_other():
     x = normal(0, 5)
     f = lambda x: jnp.sum(x**3)
     H, _ = curvax.hessian(f, x)
@@ -121,6 +121,18 @@ def test_the_functions_of_this_room_are_not_mistaken_for_each_other():
     np.testing.assert_allclose(curvax.hessian_blocks(f, x), H)
     assert curvax.jacobian(f, x)[0].shape == (5,)
     assert curvax.gauss_newton(f, x)[0].shape == (5, 5)
+
+
+def test_plans_are_not_mistaken_for_each_other_inside_another_function():
+    x, budget = normal(3, 100), "1MB"
+    usage = lambda compute: curvax.memory_usage(
+        functools.partial(compute, scalar, memory_budget=budget), x
+    )
+    with curvax.recorded_plans() as plans:
+        usage(curvax.hessian_diagonal)
+        usage(curvax.hessian_blocks)
+    diagonal, blocks = plans
+    assert diagonal.usage.output_bytes < x.size**2 * 8 <= blocks.usage.output_bytes
 
 
 @pytest.mark.parametrize("new", [float, np.float64], ids=["Python", "NumPy"])

@@ -185,3 +185,11 @@ def test_parameters_of_half_precision_stay_so():
     updates, _ = transformation.update(gradient, state, params, batch=batch)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", ["momentum", "damping"])
+def test_a_schedule_of_what_is_adaptive_is_refused(name):
+    values = {"learning_rate": 0.1, "momentum": 0.9, "damping": 1.0, name: lambda step: 0.5}
+    adaptive = {f"use_adaptive_{name}": True}
+    with pytest.raises(ValueError, match="contradict each other"):
+        curvax.kfac(jnp.sum, jnp.ones(2), **values, **adaptive)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.layers.tracing.loss_map import LossMap
 
@@ -118,7 +119,7 @@ def check_mode(mode: str) -> str:
     """The mode, if there is such."""
     if mode not in MODES:
         raise ValueError(
-            f"curvax: the estimation mode {mode!r} is not known, only {', '.join(MODES)}."
+            f"{where()}: the estimation mode {mode!r} is not known, only {', '.join(MODES)}."
         )
     return mode
 

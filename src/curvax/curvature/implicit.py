@@ -23,7 +23,7 @@ from curvax.curvature.loss_products import (
     Shape,
     factor,
     factor_transpose,
-    hessian,
+    hessian_product,
     jacobian_transpose,
     product,
     shapes_of_inputs,
@@ -150,7 +150,7 @@ class ImplicitExactCurvature:
             ValueError: if the vector is not like the parameters, a loss has no targets, or the
                 batch size is not known.
         """
-        return self._mean(hessian, None, func_args, parameter_structured_vector)
+        return self._mean(hessian_product, None, func_args, parameter_structured_vector)
 
     def multiply_fisher(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree

@@ -37,7 +37,7 @@ def import_lineax() -> Any:
     try:
         import lineax
     except ImportError as error:
-        raise ImportError(f"curvax: operators for lineax need it, {_ADVICE}") from error
+        raise ImportError(f"{where()}: operators for lineax need it, {_ADVICE}") from error
     return lineax
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.layers.tracing.loss_derivatives import LossDerivatives, Losses
 
@@ -20,7 +21,7 @@ __all__ = [
     "check_vectors",
     "factor",
     "factor_transpose",
-    "hessian",
+    "hessian_product",
     "jacobian_transpose",
     "product",
     "shapes_of_inputs",
@@ -51,7 +52,7 @@ class LossMatrix(NamedTuple):
         for number, loss in enumerate(losses):
             if self.name == "fisher" and not hasattr(loss, "multiply_fisher"):
                 raise ValueError(
-                    f"curvax.ImplicitExactCurvature: there are no products with a Fisher matrix, "
+                    f"{where()}: there are no products with a Fisher matrix, "
                     f"because loss {number}, {type(loss).__name__}, has none: it has no predictive "
                     f"distribution. Use those with the GGN: multiply_ggn, multiply_ggn_factor, "
                     f"multiply_ggn_factor_transpose, or mode='ggn'."
@@ -77,7 +78,7 @@ MATRICES = {
 }
 
 
-def hessian(
+def hessian_product(
     model: LossDerivatives, func_args: Sequence[PyTree], matrix: None, vector: PyTree
 ) -> tuple[PyTree, Losses]:
     """The Hessian of the sum of all losses times a vector like the parameters."""
@@ -150,7 +151,7 @@ def check_vectors(losses: Losses, matrix: LossMatrix | None, vectors: Sequence[A
         expected, given = matrix.inner_shapes(losses), _shapes(vectors)
     if given != expected:
         raise ValueError(
-            f"curvax.ImplicitExactCurvature: vectors of losses have one entry for each loss, in "
+            f"{where()}: vectors of losses have one entry for each loss, in "
             f"the order of registration; here they are of the shapes {expected}, got {given}."
         )
 

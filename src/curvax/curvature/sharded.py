@@ -170,12 +170,12 @@ class Shard:
 
     @property
     def _row_of_unit(self) -> np.ndarray:
-        where = {
+        row_of = {
             unit: self.rows * d + k
             for d, own in enumerate(self.places)
             for k, unit in enumerate(own)
         }
-        return np.asarray([where[unit] for unit in range(sum(self.lengths))])
+        return np.asarray([row_of[unit] for unit in range(sum(self.lengths))])
 
     @property
     def _slots(self) -> np.ndarray:
@@ -673,8 +673,8 @@ def _check_shapes(shards: Sequence[Shard], states: Sequence[Any], num_blocks: in
     pairs = [pair for shard in shards for pair in shard.numbered]
     if len(states) != num_blocks or not all(_fits(block, states[n]) for n, block in pairs):
         raise ValueError(
-            "curvax: the state is not one of this model, whose blocks are of other shapes. Make a "
-            "new one with init."
+            f"{where()}: the state is not one of this model, whose blocks are of other shapes. "
+            f"Make a new one with init."
         )
 
 
@@ -687,7 +687,7 @@ def _check_caches(
         expected, found = (jax.tree.map(np.shape, x.cache) for x in (jax.eval_shape(init), state))
         if expected != found:
             raise ValueError(
-                f"curvax: the state of the block {block.name} has {sorted(found or ())} in its "
+                f"{where()}: the state of the block {block.name} has {sorted(found or ())} in its "
                 f"cache, where {sorted(expected or ())} is needed: other powers, or exact ones "
                 f"instead of approximate ones. Compute the same ones as before, or make a new "
                 f"state with init."
@@ -705,7 +705,7 @@ def _check_rows(state: Any, expected: Sequence[int]) -> None:
     found = [own.factors["inputs_factor"].shape[0] for own in state.shards]
     if found != expected:
         raise ValueError(
-            f"curvax: a state of this model that is split among {state.num_devices} devices has "
+            f"{where()}: a state of this model that is split among {state.num_devices} devices has "
             f"{expected} rows of factors, one number for each of their shapes, got {found}. It was "
             f"made for another model: make a new one with init."
         )

@@ -39,7 +39,8 @@ __all__ = [
 
 # Block sizes, memory budget and mesh.
 
-_ADVICE = "What else helps: checkpoint=True, or streaming the result to disk with out=."
+ADVICE = "What else helps: checkpoint=True."
+ADVICE_WITH_DISK = "What else helps: checkpoint=True, or streaming the result to disk with out=."
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def check_options(
     axis: Any,
     replicated: bool = False,
     to_disk: bool = False,
+    advice: str = ADVICE,
 ) -> Options:
     """Check the options that do not depend on the point."""
     along = MeshAxis.of(mesh, axis, replicated)
@@ -104,7 +106,7 @@ def check_options(
         memory_budget,
         {"nbatches": None if number == 1 else number, "batch_size": size},
         objective=objective,
-        advice=_ADVICE,
+        advice=advice,
         is_shared=along is not None and along.is_multi_process,
     )
     if budget is not None and not jit:

@@ -124,12 +124,12 @@ def plan_blocks(
 ) -> Fun:
     """Return `build(size)` for the block size that is given or fits the budget, compiled.
 
-    It is compiled once for what the functions do and for the key, for arguments like `args`, and
-    kept as long as the first of the functions lives. With a budget, blocks have at most `max_size`
-    columns.
+    It is compiled once for what the functions do and for the key, which says what is computed of
+    them, for arguments like `args`, and kept as long as the first of the functions lives. With a
+    budget, blocks have at most `max_size` columns.
     """
     fun, is_settled = functions[0].fun, all(f.is_settled for f in functions)
-    key = where(), options.axis, options.replicated, key
+    key = options.axis, options.replicated, key
     if is_settled:
         key = *key, tuple(f.key for f in functions)
     if options.budget is not None:

@@ -126,7 +126,8 @@ def fisher_information(
 
     with advised(*_forward_advice(traced, x, data)):
         args = traced.consts, x, data
-        plan = plan_blocks(build, [traced], args, options, block_size, length, key=checkpoint)
+        key = "fisher_information", checkpoint
+        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
         F = plan(*args)
     return F, point.unflatten
 

@@ -168,7 +168,7 @@ def gauss_newton(
     with advised(lacking, advice):
         consts = tuple(each.consts for each in functions)
         args = consts, put_on_mesh(functions, problem, x_and_weight, options, progress)
-        key = checkpoint, progress
+        key = "gauss_newton", checkpoint, progress
         plan = plan_blocks(build, functions, args, options, block_size, length, key=key)
         (matrix,), _ = plan(*args)
     return matrix, point.unflatten

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from curvax import _cpu, _jax
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
+    ADVICE_WITH_DISK,
     Options,
     Point,
     TracedFunction,
@@ -145,6 +146,7 @@ def hessian(
         axis=axis,
         replicated=replicated,
         to_disk=out is not None,
+        advice=ADVICE_WITH_DISK,
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, has_aux, options)
@@ -183,7 +185,7 @@ def hessian(
             arrays, aux = stream(problem, x, options, block_size, out, overwrite, verify, progress)
         else:
             args = traced.consts, put_on_mesh([traced], rows, x, options, progress)
-            key = checkpoint, has_aux, progress
+            key = "hessian", checkpoint, has_aux, progress
             plan = plan_blocks(build, [traced], args, options, block_size, max(lengths), key=key)
             arrays, aux = plan(*args)
     (H,) = arrays
@@ -200,9 +202,6 @@ def computes_one_triangle(options: Options) -> bool:
     rows are computed, which is about twice the work.
     """
     return options.jit and options.axis is None and not options.to_disk
-
-
-# `hessian_diagonal`: second derivatives by each coordinate, and never the matrix.
 
 
 def hessian_diagonal(
@@ -301,13 +300,10 @@ def hessian_diagonal(
 
     with advised_to_go_forward(problem, traced, x):
         args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = checkpoint, progress
+        key = "hessian_diagonal", checkpoint, progress
         plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
         (diagonal,), _ = plan(*args)
     return diagonal
-
-
-# `hessian_blocks`: second derivatives by the coordinates of each leaf.
 
 
 def hessian_blocks(
@@ -418,7 +414,7 @@ def hessian_blocks(
 
     with advised_to_go_forward(problem, traced, x):
         args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = checkpoint, progress
+        key = "hessian_blocks", checkpoint, progress
         plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
         blocks, _ = plan(*args)
     return jax.tree.unflatten(point.structure, blocks)

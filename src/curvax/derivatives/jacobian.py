@@ -13,6 +13,7 @@ from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
+    ADVICE_WITH_DISK,
     Point,
     TracedFunction,
     check_block_size,
@@ -149,6 +150,7 @@ def jacobian(
         axis=axis,
         replicated=replicated,
         to_disk=out is not None,
+        advice=ADVICE_WITH_DISK,
     )
     point, x = check_point(x, options)
     traced = trace_function(f, (x,), options)
@@ -201,7 +203,8 @@ def jacobian(
             arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
         else:
             args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-            key, max_size = (checkpoint, reverse, has_aux, progress), max(lengths, default=0)
+            key = "jacobian", checkpoint, reverse, has_aux, progress
+            max_size = max(lengths, default=0)
             plan = plan_blocks(build, [traced], args, options, block_size, max_size, key=key)
             parts, aux = plan(*args)
             arrays = jax.tree.leaves(parts)

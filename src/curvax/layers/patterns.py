@@ -2,8 +2,8 @@
 
 A `GraphPattern` is found where the program computes what the pattern's function computes, operation
 by operation, from a value of the program and parameters. Which operations count as the same is up
-to a `GraphMatcherComparator`. The default patterns stand for what is found by meaning (`_find`):
-they say what it is called, so that it can be left out.
+to a `GraphMatcherComparator`. The default patterns stand for what is found by meaning
+(`detection/uses.py`): they say what it is called, so that it can be left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax import _jax, _slicing
-from curvax._errors import check_size, where
+from curvax._errors import check_size
 from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_within
@@ -120,7 +120,7 @@ def checkpointed_scan(
     most_levels = range(max(1, steps.bit_length()), 0, -1)
     levels_of = {nested_lengths(steps, levels)[-1]: levels for levels in most_levels}
     build = lambda size: lambda init, xs: run(levels_of[_at_most(levels_of, size)], init, xs)
-    key = where(), length, bool(reverse), as_key(unroll)
+    key = "checkpointed_scan", length, bool(reverse), as_key(unroll)
     largest = replace(budget, objective="memory")
     plan = plan_call(largest, f, build, (init, xs), {}, sorted(levels_of), key=key)
     return plan(init, xs)
@@ -348,7 +348,7 @@ def checkpoint_chunked_scan(
     steps = scan_length(xs, length)
     # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
     sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)
-    key = where(), length, bool(reverse), as_key(unroll)
+    key = "checkpoint_chunked_scan", length, bool(reverse), as_key(unroll)
     plan = plan_call(budget, f, build, (init, xs), {}, sizes, key=key)
     return plan(init, xs)
 

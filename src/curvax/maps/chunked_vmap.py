@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from curvax._errors import check_size, where
+from curvax._errors import check_size
 from curvax._tree import as_key
 from curvax._types import Axes, Fun
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -124,7 +124,7 @@ def chunked_vmap(
             args,
             kwargs,
             contiguous_sizes(examples_per_device(mesh_axis, length)),
-            key=(where(), as_key((in_axes, out_axes)), checkpoint, mesh_axis, replicated),
+            key=("chunked_vmap", as_key((in_axes, out_axes)), checkpoint, mesh_axis, replicated),
         )
         return plan(*args, **kwargs)
 

@@ -185,7 +185,15 @@ def micro_grad(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where(), as_key(options), has_aux, keep_batch_dim, order, mesh_axis, replicated),
+            key=(
+                "micro_grad",
+                as_key(options),
+                has_aux,
+                keep_batch_dim,
+                order,
+                mesh_axis,
+                replicated,
+            ),
         )
         return plan(limit, *args, **kwargs)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from curvax._errors import check_size, where
+from curvax._errors import check_size
 from curvax._tree import as_key
 from curvax._types import Axes, Fun, Order, PyTree, Size, VmapFn
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -146,7 +146,7 @@ def micro_vmap(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where(), options, order, mesh_axis, replicated),
+            key=("micro_vmap", options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

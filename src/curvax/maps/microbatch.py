@@ -161,7 +161,7 @@ def microbatch(
             (limit, *args),
             kwargs,
             even_sizes(examples_per_device(mesh_axis, length)),
-            key=(where(), options, order, mesh_axis, replicated),
+            key=("microbatch", options, order, mesh_axis, replicated),
         )
         return plan(limit, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as users write them and as messages print them."""
+"""Memory budgets: how much memory there is, and bytes as users write and messages print them."""
 
 import os
 import re

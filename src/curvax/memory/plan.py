@@ -60,7 +60,6 @@ def largest_that_fits(
     `measure` is asked about each size once at most.
     """
     needs: dict[int, int] = {}
-    guess: int | None = None
     for size in _probes(sizes):
         needs[size] = measure(size)
     while (guess := _next(needs, sizes, budget)) is not None:
@@ -141,7 +140,7 @@ class MemoryPlan:
     """
 
     batch_size: int
-    """The largest size that fits."""
+    """The size that was chosen: the largest found to fit, or one that is expected to be fast."""
 
     num_batches: int
     """How many batches of that size make up the largest size there could be."""

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import jax
-from tqdm.auto import tqdm
 
 from curvax._types import Array, PyTree
 from curvax.optimizer.state import StepResult, StepResultWithFuncState, step_result
@@ -78,6 +77,8 @@ class _Bar:
     """
 
     def __init__(self, total: int, is_shown: bool) -> None:
+        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
+
         self._bar = tqdm(total=total, disable=not is_shown, unit="step")
         self._shown = (0, time.perf_counter())
 

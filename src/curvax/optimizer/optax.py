@@ -250,19 +250,19 @@ def scale_by_kfac(
 def _kfac_config(values: dict[str, Any], options: dict[str, Any]) -> KFACConfig:
     """Return the configuration of `kfac`, with those of the values that are schedules."""
     found: dict[str, Any] = {"num_burnin_steps": 0, **options}
+    if values["learning_rate"] is not None and options.get("use_adaptive_learning_rate"):
+        raise ValueError(
+            f"{where()}: learning_rate and use_adaptive_learning_rate=True contradict each other; "
+            f"give one of them."
+        )
     for name, value in values.items():
         if f"{name}_schedule" in options:
             raise TypeError(f"{where()}: give the schedule as {name}=, not as {name}_schedule=.")
         is_adaptive = options.get(f"use_adaptive_{name}")
         if value is None and not is_adaptive:
             raise ValueError(f"{where()}: give {name}, or use_adaptive_{name}=True.")
-        if callable(value) and not is_adaptive:
+        if callable(value):
             found[f"{name}_schedule"] = value
-    if values["learning_rate"] is not None and options.get("use_adaptive_learning_rate"):
-        raise ValueError(
-            f"{where()}: learning_rate and use_adaptive_learning_rate=True contradict each other; "
-            f"give one of them."
-        )
     foreign = sorted((_names(OptimizerConfig) - _names(KFACConfig)) & options.keys())
     if foreign:
         raise TypeError(

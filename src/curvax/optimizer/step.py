@@ -437,7 +437,7 @@ class KFAC:
         if self.config.use_step_rejection:
             is_taken &= outcome.new_loss <= loss
             is_rejected = is_finite & ~is_taken
-        # If not the batch is to blame, the last update may be, against which no damping helps.
+        # If the batch is not to blame, the last update may be, and no damping helps against that.
         return Verdict(is_taken, is_rejected, is_finite_batch & ~is_taken)
 
     def _state_after(

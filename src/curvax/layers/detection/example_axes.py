@@ -1,9 +1,9 @@
 """Following examples through a program: which of its values are about which examples.
 
 `Examples` (found by a larger batch) says where examples are in the arguments. From there on rules
-(`_example_rules`) say what each operation makes of them, so that it is known, and not guessed from
-sizes, which axis of a layer's output or which loop around it is one of examples, and whether one
-example stays apart from the others all the way to the losses.
+(`example_rules.py`) say what each operation makes of them, so that it is known, and not guessed
+from sizes, which axis of a layer's output or which loop around it is one of examples, and whether
+one example stays apart from the others all the way to the losses.
 
 Only what depends on parameters matters for that: derivatives do not pass through anything else. So
 a mean over a batch of data is a constant, and integers are.
@@ -66,7 +66,7 @@ def follow_examples(
 ) -> FollowedExamples:
     """Follow the examples of the arguments through a program that has what its losses need.
 
-    `reached` are the values that the losses have a derivative in (`_reached`).
+    `reached` are the values that the losses have a derivative in (`reached_from`).
     """
     found = FollowedExamples()
     if not examples.is_known:

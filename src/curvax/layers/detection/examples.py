@@ -55,7 +55,7 @@ class Examples:
     axes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     loops: set[Variable] = field(default_factory=set)
     followed: Collection[Any] = ()
-    """Further values that are known to be about examples (`_follow_examples`)."""
+    """Further values that are known to be about examples (`follow_examples`)."""
 
 
 def find_examples(

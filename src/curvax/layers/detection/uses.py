@@ -2,8 +2,8 @@
 
 From each parameter, steps that only re-arrange it (`REARRANGED`), cut out a part of it or multiply
 it with a constant are followed to the operations that use it, and each use is either a site of a
-layer (`_sites`) or has a reason why it is none. A bias joins the product it is added to, if nothing
-else reads that product.
+layer (`detection/sites.py`) or has a reason why it is none. A bias joins the product it is added
+to, if nothing else reads that product.
 """
 
 import itertools
