@@ -26,7 +26,7 @@ from _scaling_models import Model
 
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.linalg.kronecker import DenseSide
-from curvax.curvature.sharded import ShardedCurvature
+from curvax.curvature.state_sharding import ShardedCurvature
 from curvax.devices.task_assignment import assign
 
 __all__ = ["PLANS", "Collective", "Passes", "Plan", "Step"]

@@ -18,7 +18,7 @@ from _scaling_models import Model, resnet, transformer
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from curvax.curvature.sharded import state_specs
+from curvax.curvature.state_sharding import state_specs
 
 MODELS = {
     "transformer": transformer(width=32, depth=3, inner=64, vocabulary=40, length=4, head=8),

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import curvax
-from curvax.curvature.sharded import ShardedCurvature, state_specs, whole_state
+from curvax.curvature.state_sharding import ShardedCurvature, state_specs, whole_state
 
 jax.config.update("jax_enable_x64", True)
 DRAWN = np.random.default_rng(0)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import curvax
-from curvax.curvature.sharded import ShardedCurvature
+from curvax.curvature.state_sharding import ShardedCurvature
 from helpers import run_on_devices
 
 PROGRAMS = Path(__file__).with_name("split_programs.py")

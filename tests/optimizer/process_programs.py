@@ -109,7 +109,7 @@ def check_disagreement():
         optimizer.step(params, state, key(0), batch=odd)
     agreement.SECONDS = 1
     if number == 1:  # The other does not come.
-        with pytest.raises(ValueError, match="for 1 seconds process 0 has not made this one"):
+        with pytest.raises(ValueError, match="within 1 seconds not all have made this one"):
             optimizer.init(params, key(0), different)
 
 

@@ -107,7 +107,7 @@ def check_options(
         {"nbatches": None if number == 1 else number, "batch_size": size},
         objective=objective,
         advice=advice,
-        is_shared=along is not None and along.is_multi_process,
+        is_multi_process=along is not None and along.is_multi_process,
     )
     if budget is not None and not jit:
         raise ValueError(
@@ -206,7 +206,7 @@ class Point:
 
     @classmethod
     def of(cls, x: PyTree, name: str = "x") -> "Point":
-        """Check that `x` can be differentiated by: real floating-point arrays and numbers."""
+        """Check that `x` has only what derivatives are taken by: real floating-point arrays."""
         leaves = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(x):
             array = _as_array(leaf)

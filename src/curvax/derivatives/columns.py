@@ -1,8 +1,8 @@
 """Columns of linear maps, a block at a time.
 
-Everything in this package is one thing: linear maps between pytrees, made once (`jax.linearize`,
-`jax.vjp`) and applied to unit vectors in blocks, through the loop that every map goes through.
-What is taken of each result, and where it goes, makes it a Jacobian, a Hessian or one of their
+Every matrix in this package is made of columns of a linear map, which is made once
+(`jax.linearize`, `jax.vjp`) and applied to unit vectors in blocks, through the loop behind every
+map. What is taken of each result, and where it goes, makes it a Jacobian, a Hessian or one of their
 parts.
 
 A `BlockProblem` says it in two steps, so that its columns can also be sharded among devices, and

@@ -42,8 +42,8 @@ def check_agreement(lines: Iterable[str], seconds: float = _HOUR) -> None:
     if absent:
         raise ValueError(
             f"{where()}: all processes must make the same calls on arrays of the same shapes, but "
-            f"for {seconds} seconds process {', '.join(map(str, absent))} has not made this one, "
-            f"which is new in process {jax.process_index()}."
+            f"within {seconds} seconds not all have made this one, which is new in process "
+            f"{jax.process_index()}. Without it are: {', '.join(map(str, absent))}."
         )
     if len(set(digests)) > 1:
         difference = _first_difference([found or "" for found in _jax.exchanged(text, seconds)])

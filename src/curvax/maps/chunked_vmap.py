@@ -98,7 +98,7 @@ def chunked_vmap(
         {"chunk_size": chunk_size},
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
+        is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, *args: Any, **kwargs: Any) -> Any:

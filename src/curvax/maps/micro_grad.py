@@ -142,7 +142,7 @@ def micro_grad(
         sizes,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
+        is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 

@@ -115,7 +115,7 @@ def micro_vmap(
         sizes,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
+        is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:

@@ -120,7 +120,7 @@ def microbatch(
         sizes,
         plan_for=plan_for,
         objective=objective,
-        is_shared=bool(mesh_axis and mesh_axis.is_multi_process),
+        is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
     def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:

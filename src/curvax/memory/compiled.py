@@ -55,7 +55,7 @@ __all__ = [
 T = TypeVar("T")
 
 MOST = 64
-"""So many values are kept for a function, those that were last asked for."""
+"""Maximum number of values for a function; the least recently used are dropped."""
 
 
 class FunctionCache(Generic[T]):
@@ -79,7 +79,7 @@ class FunctionCache(Generic[T]):
         full_key = method, key
         if full_key not in entries:
             return None
-        entries[full_key] = value = entries.pop(full_key)  # As the last.
+        entries[full_key] = value = entries.pop(full_key)  # Most recently used last.
         return value
 
     def keep(self, fun: Callable[..., Any], key: Hashable, value: T) -> None:
@@ -126,7 +126,7 @@ class BudgetRequest:
     plan_for: PlanFor
     objective: Objective
     advice: str
-    is_shared: bool
+    is_multi_process: bool
     """Whether several processes run the program together. They must then do as the first does."""
 
 
@@ -137,7 +137,7 @@ def check_budget(
     plan_for: PlanFor = "value",
     objective: Objective = "memory",
     advice: str = ADVICE,
-    is_shared: bool = False,
+    is_multi_process: bool = False,
 ) -> BudgetRequest | None:
     """Check that there is a budget or one of the named sizes, not both. None is no budget."""
     for name, choice, kinds in (
@@ -160,21 +160,21 @@ def check_budget(
                 f"memory_budget={memory_budget!r}."
             )
     parse_memory(memory_budget)
-    return BudgetRequest(memory_budget, plan_for, objective, advice, is_shared)
+    return BudgetRequest(memory_budget, plan_for, objective, advice, is_multi_process)
 
 
 _recorders: ContextVar[tuple[list[MemoryPlan], ...]] = ContextVar("recorders", default=())
 
 
 def record(plan: MemoryPlan) -> None:
-    """Let whoever records plans know of one."""
+    """Append a plan to the list of each active `recorded_plans`."""
     for plans in _recorders.get():
         plans.append(plan)
 
 
 @contextmanager
 def recorded_plans() -> Generator[list[MemoryPlan]]:
-    """Collect the plans behind all calls with a memory budget inside of the block.
+    """Collect the plans behind all calls with a memory budget inside the block.
 
     Examples:
         >>> import curvax
@@ -277,7 +277,7 @@ def _planned(
         program = trace(size)
         return (program.gradient() if request.plan_for == "gradient" else program).compile()
 
-    sent = _jax.sent_by_first if request.is_shared else lambda number: number
+    sent = _jax.sent_by_first if request.is_multi_process else lambda number: number
     # As two numbers of 32 bits, which is what processes can send each other.
     upper, lower = sent(divmod(parse_memory(request.budget), 1 << 30))
     budget = (int(upper) << 30) + int(lower)

@@ -19,7 +19,7 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
 from curvax.maps.microbatch import microbatch
-from curvax.optimizer.devices import axis_of, check_mesh, num_devices
+from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices
 from curvax.optimizer.hyperparameters import ADAPTIVE, Hyperparameter, Schedule
 
 __all__ = ["KFACConfig", "Number", "OptimizerConfig", "PreconditionerConfig"]

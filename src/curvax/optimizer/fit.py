@@ -65,7 +65,7 @@ def fit(
                 # The caller's own arrays were donated.
                 error.reached = reached()  # pyright: ignore[reportAttributeAccessIssue]
                 raise
-            if interrupts.asked or (wants_end is not None and bool(wants_end)):
+            if interrupts.asked or wants_end:
                 break
     return reached()
 

@@ -16,7 +16,7 @@ from curvax._cpu import all_finite
 from curvax._errors import where
 from curvax._types import Fun, PyTree
 from curvax.optimizer.config import KFACConfig, Number, OptimizerConfig, PreconditionerConfig
-from curvax.optimizer.devices import without_places
+from curvax.optimizer.data_parallel import without_places
 from curvax.optimizer.hyperparameters import Schedule
 from curvax.optimizer.preconditioner import Preconditioner
 from curvax.optimizer.state import OptimizerState, number_type, selected
@@ -65,8 +65,8 @@ def kfac(
 ) -> Any:
     """Return the K-FAC optimizer as a gradient transformation of optax.
 
-    Equal to `Optimizer(jax.value_and_grad(loss_fn), …)`, except that the caller computes the
-    gradient and applies the update:
+    Equal to `Optimizer(jax.value_and_grad(loss_fn), …)`, except that modes that sample draw other
+    random numbers, and that the caller computes the gradient and applies the update:
 
         gradient = jax.grad(loss_fn)(params, batch)
         updates, state = transformation.update(gradient, state, params, batch=batch)
@@ -85,7 +85,7 @@ def kfac(
         example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` is given
             all of them, too, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
-            batch along it. The gradient that it is given is averaged over that axis.
+            batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimates that sample.
         options: Further arguments of `Optimizer`: `l2_reg` (zero by default), `estimation_mode`,
             `norm_constraint`, periods, `use_adaptive_learning_rate` and so on. There is no burn-in
@@ -183,7 +183,7 @@ def scale_by_kfac(
         example_params: All parameters, for `optax.masked(scale_by_kfac(…), mask)`. Then `update` is
             given all of them, too, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
-            batch along it. The gradient that it is given is averaged over that axis.
+            batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimates that sample.
         options: Those arguments of `Optimizer` that are about the curvature and its inverse:
             `l2_reg` (zero by default), `estimation_mode`, `curvature_ema`,

@@ -18,7 +18,7 @@ from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.sharded import (
+from curvax.curvature.state_sharding import (
     ShardedCurvature,
     split_state,
     state_specs,
@@ -27,7 +27,7 @@ from curvax.curvature.sharded import (
 from curvax.devices.placement import to_host
 from curvax.optimizer.config import Number, OptimizerConfig
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
-from curvax.optimizer.devices import DataParallel, check_sharding, without_places
+from curvax.optimizer.data_parallel import DataParallel, check_sharding, without_places
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
 from curvax.optimizer.hyperparameters import Schedule, as_scalar, check_given
 from curvax.optimizer.preconditioner import l2_matrix

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from curvax._cpu import run_if
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.sharded import ShardedCurvature
+from curvax.curvature.state_sharding import ShardedCurvature
 from curvax.devices.task_assignment import assign
 from curvax.optimizer.config import PreconditionerConfig
 from curvax.optimizer.state import combined, inner_products, number_type
@@ -24,7 +24,7 @@ __all__ = ["Preconditioner", "is_due", "l2_matrix", "l2_product"]
 
 
 def is_due(step: Any, period: int, phase: int = 0) -> Any:
-    """Return whether a step does what is done once in a period, in a phase of that."""
+    """Return whether a step is in this phase of a period."""
     return period == 1 or step % period == phase
 
 

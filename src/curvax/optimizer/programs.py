@@ -12,7 +12,7 @@ from curvax._types import PyTree
 from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import recorded_plans
 from curvax.memory.usage import MemoryUsage
-from curvax.optimizer.devices import DataParallel
+from curvax.optimizer.data_parallel import DataParallel
 from curvax.optimizer.step import KFAC
 
 __all__ = ["Programs", "Sizes", "check_alive", "is_traced", "sizes_within"]

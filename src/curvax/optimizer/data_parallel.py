@@ -20,7 +20,7 @@ from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.microbatching import axes_of
-from curvax.curvature.sharded import ShardedCurvature, check_rows, num_shards, state_specs
+from curvax.curvature.state_sharding import ShardedCurvature, check_rows, num_shards, state_specs
 from curvax.devices.agreement import NewShapes
 from curvax.devices.mesh_axis import MeshAxis, check_is_mesh
 from curvax.devices.placement import is_committed, put
@@ -59,7 +59,7 @@ def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
     if not isinstance(estimator, ShardedCurvature):
         if found is not None:
             raise ValueError(
-                f"{where()}: the state was made with shard_state=True, and is split among {found} "
+                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
                 f"devices. Say shard_state=True here, too, or make it whole: "
                 f"state = optimizer.whole_state(state)."
             )
