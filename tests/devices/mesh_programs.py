@@ -69,7 +69,7 @@ def check_inside_of_another(mesh):
     axis = MeshAxis(mesh, ("data",))
 
     def inner(x):
-        axis.check_outside("f")
+        axis.check_outside()
         return axis.shard_map(lambda x: 2 * x + axis.axis_index(), (axis.spec(0),), axis.spec(0))(x)
 
     def over(name, mesh):
@@ -87,16 +87,20 @@ def check_inside_of_another(mesh):
         return lambda x: outer(jax.device_put(x, NamedSharding(mesh, spec)))
 
     same(over("model", mesh)(X), 2 * X + jnp.repeat(jnp.arange(4), 2)[:, None])
-    with pytest.raises(ValueError, match=r"f: mesh= .* inside of a jax.shard_map over \('data',\)"):
+    with pytest.raises(
+        ValueError, match=r"curvax: mesh= .* inside of a jax.shard_map over \('data',\)"
+    ):
         over("data", mesh)(X.reshape(2, 8))
     other = Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
-    with pytest.raises(ValueError, match=r"f: the mesh has .* of another mesh, which has .*rows"):
+    with pytest.raises(
+        ValueError, match=r"curvax: the mesh has .* of another mesh, which has .*rows"
+    ):
         over("columns", other)(X)
 
 
 def check_several_names():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
-    axis = MeshAxis.of(mesh, ("c", "a"), "f")
+    axis = MeshAxis.of(mesh, ("c", "a"))
     assert axis.count == 4
     numbers = axis.shard_map(
         lambda x: x[:1, 0] * 0 + axis.axis_index(), (axis.spec(0),), axis.spec(0)
@@ -112,20 +116,22 @@ def check_several_names():
 def check_errors():
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
     axis = MeshAxis(mesh, ("data",))
-    axis.check_divides(6, "the batch", "f")
-    with pytest.raises(ValueError, match=r"f: the batch .* 3 devices .* 7 examples.* Use 6 or 9"):
-        axis.check_divides(7, "the batch", "f")
+    axis.check_divides(6, "the batch")
+    with pytest.raises(
+        ValueError, match=r"curvax: the batch .* 3 devices .* 7 examples.* Use 6 or 9"
+    ):
+        axis.check_divides(7, "the batch")
     with pytest.raises(ValueError, match=r"has 2 examples.* Use 3\."):
-        axis.check_divides(2, "the batch", "f")
+        axis.check_divides(2, "the batch")
     elsewhere = jax.device_put(X, jax.devices()[1])
-    with pytest.raises(ValueError, match=r"f: x\['a'\] is committed to .*1.* \(3 devices\)"):
-        axis.check_placement("x", {"a": elsewhere}, "f")
+    with pytest.raises(ValueError, match=r"curvax: x\['a'\] is committed to .*1.* \(3 devices\)"):
+        axis.check_placement("x", {"a": elsewhere})
     everywhere = jax.device_put(X, NamedSharding(Mesh(np.array(jax.devices()), ("all",)), P("all")))
-    with pytest.raises(ValueError, match=r"f: x is committed to .*, …, which is not where"):
-        axis.check_placement("x", everywhere, "f")
+    with pytest.raises(ValueError, match=r"curvax: x is committed to .*, …, which is not where"):
+        axis.check_placement("x", everywhere)
 
     def traced(x):
-        axis.check_placement("x", x, "f")
+        axis.check_placement("x", x)
         return x
 
     jax.jit(traced)(elsewhere)

@@ -21,18 +21,18 @@ TWO = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
 
 
 def test_no_mesh_is_none():
-    assert MeshAxis.of(None, None, "f") is None
+    assert MeshAxis.of(None, None) is None
 
 
 def test_the_axis_of_a_mesh_with_one_need_not_be_named():
-    assert MeshAxis.of(ONE, None, "f") == MeshAxis.of(ONE, "data", "f") == MeshAxis(ONE, ("data",))
-    assert MeshAxis.of(TWO, ["model", "data"], "f") == MeshAxis(TWO, ("model", "data"))
+    assert MeshAxis.of(ONE, None) == MeshAxis.of(ONE, "data") == MeshAxis(ONE, ("data",))
+    assert MeshAxis.of(TWO, ["model", "data"]) == MeshAxis(TWO, ("model", "data"))
 
 
 def test_meshes_are_keys():
     same = Mesh(np.array(jax.devices()[:1]), ("data",))
     other = Mesh(np.array(jax.devices()[:1]), ("other",))
-    assert len({MeshAxis.of(mesh, None, "f") for mesh in (ONE, same, other)}) == 2
+    assert len({MeshAxis.of(mesh, None) for mesh in (ONE, same, other)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_meshes_are_keys():
 )
 def test_what_makes_no_sense_is_refused(given, error, words, unchecked):
     mesh, axis, replicated = given
-    with pytest.raises(error, match="f: .*" + words):
-        MeshAxis.of(mesh, axis, "f", replicated)
+    with pytest.raises(error, match="^curvax: .*" + words):
+        MeshAxis.of(mesh, axis, replicated)
 
 
 def test_specs_say_along_which_axis_arrays_are_split():
@@ -80,7 +80,7 @@ def test_what_is_on_the_devices_of_the_mesh_or_nowhere_is_placed_well(kind):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(kind,))
     placed = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec("data")))
     tree = {"placed": placed, "not": jnp.ones(2), "numpy": np.ones(2), "number": 3}
-    MeshAxis(mesh, ("data",)).check_placement("x", tree, "f")
+    MeshAxis(mesh, ("data",)).check_placement("x", tree)
 
 
 def test_eight_devices_do_what_one_does():

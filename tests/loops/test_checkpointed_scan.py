@@ -110,8 +110,8 @@ def test_any_lengths_will_do(lengths):
     """Whether their product is below or above the number of steps."""
 
     def run(f, init, xs):
-        program = ScanProgram.of(f, init, xs, None, True, "here")
-        return run_nested(program, lengths, 1, "here")
+        program = ScanProgram.of(f, init, xs, None, True)
+        return run_nested(program, lengths, 1)
 
     args = RECURRENCE.arguments(23)
     naive = RECURRENCE.through(jax.lax.scan, None, True)

@@ -129,24 +129,24 @@ class Step:
 
 def test_parts_are_given_less_until_the_whole_fits():
     step = Step(own=300, each=10)
-    sizes = sizes_within(1000, 900, step, "here")
+    sizes = sizes_within(1000, 900, step)
     assert step(sizes) <= 1000
     assert 600 <= sizes["memory_budget"] < 900
     assert len(step.asked) == 3
     step = Step(own=50, each=10)
-    assert sizes_within(1000, 900, step, "here")["memory_budget"] == 900
+    assert sizes_within(1000, 900, step)["memory_budget"] == 900
     assert len(step.asked) == 1
 
 
 @pytest.mark.parametrize("own", [900, 950, 990])
 def test_small_microbatches_are_tried_where_nothing_is_left_for_parts(own):
     step = Step(own, each=10)
-    assert step(sizes_within(1000, 20, step, "here")) <= 1000
+    assert step(sizes_within(1000, 20, step)) <= 1000
 
 
 def test_the_least_that_a_step_needs_is_told():
     with pytest.raises(MemoryBudgetError, match="microbatches of one example") as caught:
-        sizes_within(1000, 900, Step(own=995, each=10), "here")
+        sizes_within(1000, 900, Step(own=995, each=10))
     assert caught.value.smallest_budget == 1005
 
 
