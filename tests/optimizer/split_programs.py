@@ -122,7 +122,7 @@ def check_refused():
             optimizer.step(params, state, key(1), batch=batch, **GIVEN)
 
     refused(r"made without shard_state.* optimizer.split_state\(state\)", split, other)
-    refused(r"split among 8 devices.* optimizer.whole_state\(state\)", whole, kept)
+    refused(r"sharded over 8 devices.* optimizer.whole_state\(state\)", whole, kept)
     for count in (1, 2, 4):
         words = rf"split among 8 devices, but here are {count}.* optimizer.split_state\(state\)"
         refused(words, deep_optimizer(count)[0], kept)
