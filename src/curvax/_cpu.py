@@ -324,11 +324,11 @@ def inverse_root(matrix: Array) -> Array:
     root = inverse_root(matrix[..., first, first])
     factor = matrix[..., last, first] @ root
     rest = inverse_root(matrix[..., last, last] - _times_transpose(factor, factor))
-    beside = -_times_transpose(root, factor) @ rest
+    corner = -_times_transpose(root, factor) @ rest
     # Sums of padded matrices, as each concatenation is a kernel of its own.
     parts = [
         _padded(root, 0, 0, size),
-        _padded(beside, 0, half, size),
+        _padded(corner, 0, half, size),
         _padded(rest, half, half, size),
     ]
     return functools.reduce(operator.add, parts)

@@ -221,7 +221,7 @@ def is_jitted(fun: Any) -> bool:
 def unjitted(fun: Any) -> Callable[..., Any]:
     """The function that `jax.jit` was applied to, if it was, else the function itself.
 
-    What a jitted function closes over stays inside of it, out of reach for `trace_with_constants`.
+    What a jitted function closes over stays inside it, out of reach for `trace_with_constants`.
     """
     return unjitted(fun.__wrapped__) if is_jitted(fun) else fun
 

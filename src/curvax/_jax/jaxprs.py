@@ -1,4 +1,4 @@
-"""Programs: traced functions, the operations in them and the programs inside of these."""
+"""Programs: traced functions, the operations in them and the programs inside these."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def _own_parameters(params: dict[str, Any]) -> dict[str, Any]:
 def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
     """`x` as a jaxpr and its constants if it is one, closed or not; else None.
 
-    Programs inside of programs are found by it wherever an operation's parameters keep them.
+    Programs inside programs are found by it wherever an operation's parameters keep them.
     """
     core = _core()
     if isinstance(x, jax.stages.Traced):
@@ -83,7 +83,7 @@ def is_literal(x: Any) -> bool:
 
 
 Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
-"""What an operation does with the program inside of it: nothing, it has none; runs it; runs it
+"""What an operation does with the program inside it: nothing, it has none; runs it; runs it
 again in the backward pass; has derivatives of its own for it; repeats it; or something else."""
 
 
@@ -198,7 +198,7 @@ def run_now(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
         return None
     if equation.primitive.name in ("pvary", "pcast"):  # They change types, inside of `shard_map`.
         return list(inputs)
-    # Inside of `shard_map`, what is made is on the devices of a mesh. Here it is a mere value.
+    # Inside `shard_map`, what is made is on the devices of a mesh. Here it is a mere value.
     params = {k: None if isinstance(x, Sharding) else x for k, x in equation.params.items()}
     nowhere = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with equation.ctx.manager, nowhere, jax.ensure_compile_time_eval():

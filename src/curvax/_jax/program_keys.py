@@ -5,7 +5,7 @@ Python cannot tell: a method may read attributes that have changed, a closure a 
 assigned to. So a function is traced again, and its jaxpr compared. Variables count by the order in
 which they appear, literals with all their bits (`0.0` is not `-0.0`), numbers by type (`1` is not
 `True`). The constants of the program itself do not count, only their types, since a compiled
-program takes them as arguments; those of programs inside of it are built in, and do count.
+program takes them as arguments; those of programs inside it are built in, and do count.
 
 Two kinds of Python functions are part of a program. A *callback* is called while the compiled
 program runs. It is compared as a function: by its code and by what it closes over. A *derivative

@@ -94,7 +94,7 @@ class Layers:
 def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index: int) -> LossMap:
     """The function at these arguments, with gradients of each device's own examples.
 
-    Inside of a `shard_map`, gradients of what is the same on all devices are sums over these.
+    Inside a `shard_map`, gradients of what is the same on all devices are sums over these.
     """
     leaves = jax.tree.leaves(tuple(func_args))
     args = list(func_args)

@@ -53,7 +53,7 @@ class ImplicitExactCurvature:
     at any time. All methods are functions of arrays, and compose with `jax.jit`, `jax.vmap` and
     `jax.grad`. `func` is traced once for each shape of its arguments.
 
-    A loss inside of loops or of `jax.vmap` is one loss, with their axes merged into that of its
+    A loss inside loops or of `jax.vmap` is one loss, with their axes merged into that of its
     batch. What it adds up to is still divided by the number of examples in the batch.
 
     Arguments:

@@ -82,7 +82,7 @@ def gauss_newton(
         mesh: devices among which columns are split. Each computes its share of them in blocks, and
             sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
-        replicated: whether `G` shall be whole on every device.
+        replicated: whether to replicate the result on every device.
 
     Returns:
         `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes

@@ -109,16 +109,16 @@ def hessian(
             budgets are for each. Full rows are computed there, not one triangle, so that one device
             without a mesh is about as fast as two.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
-        replicated: whether `H` shall be whole on every device.
+        replicated: whether to replicate the result on every device.
 
     Returns:
         `(H, unflatten)`, and with `has_aux` `(H, unflatten, aux)`: the (n, n) matrix over the
         coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`, and the function that
         makes a vector of n numbers a pytree like `x`. See also `hessian_to_pytree`.
 
-        On a mesh `H` is split along its first axis. It is whole on every device with `replicated`,
-        and where the number of devices does not divide n. Of devices of several processes, each
-        process has its own part, `H.addressable_shards`; what all shall read goes to `out`.
+        On a mesh `H` is sharded along its first axis. It is replicated with `replicated=True`, and
+        where the number of devices does not divide n. In a multi-process program each process has
+        its own shards, `H.addressable_shards`; to read all of it everywhere, write it to `out`.
 
     Raises:
         ValueError: if there are more batches than parameters, two sizes are given, a budget or a
@@ -245,7 +245,7 @@ def hessian_diagonal(
         mesh: devices among which coordinates are sharded. Each computes its shard in blocks, and
             sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
-        replicated: whether results shall be whole on every device.
+        replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`.
@@ -347,7 +347,7 @@ def hessian_blocks(
         mesh: devices among which the rows of each leaf's block are sharded. Each computes its
             shard in blocks, and sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
-        replicated: whether results shall be whole on every device.
+        replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`, with an array of shape `leaf.shape + leaf.shape` for each leaf.

@@ -107,7 +107,7 @@ def jacobian(
         mesh: devices among which columns (or rows) are split. Each computes its share of them in
             blocks, and sizes and budgets are for each.
         axis: the axis of the mesh to split along, or several. With one axis it may be left out.
-        replicated: whether `J` shall be whole on every device.
+        replicated: whether to replicate the result on every device.
 
     Returns:
         `(J, unflatten)`, and with `has_aux` `(J, unflatten, aux)`. `J` is like what `f` returns,
@@ -115,9 +115,9 @@ def jacobian(
         `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
 
         On a mesh each array is split along its last axis if columns are computed, and along its
-        first if rows are. It is whole on every device with `replicated`, and where the number of
-        devices does not divide the length of that axis. Of devices of several processes, each
-        process has its own part, `J.addressable_shards`; what all shall read goes to `out`.
+        first if rows are. It is replicated with `replicated=True`, and where the number of devices
+        does not divide the length of that axis. In a multi-process program each process has its own
+        shards, `J.addressable_shards`; to read all of it everywhere, write it to `out`.
 
     Raises:
         ValueError: if there are more batches than parameters (or rows), two sizes are given, a

@@ -115,7 +115,7 @@ class Registration:
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
-        """Only what its losses depend on, of each loss; inside of loops, of each step."""
+        """Only what its losses depend on, of each loss; inside loops, of each step."""
         _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.examples))
         return tuple(tuple(collected[node]) for node in self.losses)
 
@@ -379,7 +379,7 @@ def auto_register_tags(
         graph_matcher_rules: how to compare a program with the user's patterns.
         graph_patterns: patterns to look for, those that come first before others.
         strict: whether a parameter that is not part of a known kind of layer is an error.
-        through_custom_derivatives: whether to look for layers inside of functions with derivatives
+        through_custom_derivatives: whether to look for layers inside functions with derivatives
             of their own. These derivatives are then not used: the function is differentiated
             through.
         allow_unused_params: whether there may be parameters that no loss depends on. They are

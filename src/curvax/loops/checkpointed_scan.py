@@ -1,4 +1,4 @@
-"""`checkpointed_scan`: scans inside of scans, so that a gradient remembers very little of each.
+"""`checkpointed_scan`: scans inside scans, so that a gradient remembers very little of each.
 
 A loop of N steps is a loop of n₁ rounds, each of them a loop of n₂ rounds, and so on down to nₖ
 steps. Every round is checkpointed: the gradient remembers the carry it starts from, and runs the
@@ -52,7 +52,7 @@ def checkpointed_scan(
     plan_for: PlanFor = "gradient",
     objective: Objective = "memory",
 ) -> tuple[PyTree, PyTree]:
-    """Scan, with checkpoints inside of checkpoints.
+    """Scan, with checkpoints inside checkpoints.
 
     Equal to
 
@@ -211,7 +211,7 @@ def run_nested(
 
 @dataclass(frozen=True)
 class _Nest:
-    """Loops inside of loops, of these lengths, outermost first."""
+    """Loops inside loops, of these lengths, outermost first."""
 
     lengths: tuple[int, ...]
     unroll: int | bool

@@ -92,7 +92,7 @@ class ScanProgram:
 
         The gradient with respect to `xs` adds up an array like what it read from, once for each
         loop that does so. That has to be the rows that a loop can read, not all of `xs`: else
-        many loops, one after the other or inside of another, would take quadratic time. The values
+        many loops, one after the other or inside another, would take quadratic time. The values
         still come from `xs`, in place.
         """
         if self.span is not None:

@@ -3,7 +3,7 @@
 Its GGN is the Hessian of the function in the prediction, one (n, n) block for each example, by
 autodiff. An eigendecomposition `V diag(λ) Vᵀ` gives the factor `B = V diag(sqrt(λ))` and shows
 whether the function is convex here. If it is not, there is no factor, and that is an error: at once
-where values are known, and from a callback inside of a compiled program, which then fails.
+where values are known, and from a callback inside a compiled program, which then fails.
 
 A tag carries no functions among its operands, so there is a tag for each function. JAX never
 forgets a primitive, so a tag must not keep its function alive: it refers to it weakly, and the

@@ -78,7 +78,7 @@ def chunked_vmap(
     Raises:
         ValueError: on the call, if the batched arguments have no common length, none is batched,
             or an axis does not exist; if both a size and a budget are given; if the mesh has no
-            such axis, an array is committed to devices elsewhere, or the call is inside of a
+            such axis, an array is committed to devices elsewhere, or the call is inside a
             `jax.shard_map` over the axis.
         TypeError: if `chunk_size` is not an integer or `mesh` no mesh.
         MemoryBudgetError: if not even chunks of one fit the budget.

@@ -76,7 +76,7 @@ class MemoryUsage:
 #
 # Arrays that a function closes over would be built into its executable, and be counted there among
 # the temporaries. As a `Program` takes them as arguments they are not. It also makes it possible to
-# compile a function that closes over tracers, inside of another transformation: the compiler wants
+# compile a function that closes over tracers, inside another transformation: the compiler wants
 # to know their shapes only.
 
 
@@ -191,7 +191,7 @@ def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
     except that the account is true. The program is compiled without library calls whose scratch
     memory would be in no account. Arrays that `fun` closes over count as arguments, because they
     are there already, not as temporaries. And it may close over tracers: this can be called
-    inside of `jit` and other transformations.
+    inside `jit` and other transformations.
 
     Arguments:
         fun: a function, already jitted or not. Of a jitted one, static and donated arguments

@@ -228,7 +228,7 @@ class CurvatureBlock(abc.ABC):
 
     @property
     def layer_tag_extra_params(self) -> dict[str, Any]:
-        """What the tag says of the layer beside its arrays."""
+        """Return the parameters of the layer's tag, without its arrays."""
         return self._equation.params
 
     @property

@@ -81,7 +81,7 @@ class LayerSite:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the tag says beside its operands."""
+        """Return the parameters of the tag, without its operands."""
         return dict(self.equation.params)
 
     @property

@@ -1,7 +1,7 @@
 """Settings that blocks read when they are made or traced.
 
 They are context variables: a setting holds in the context in which it is made, from then on; or,
-where it is used in a `with` statement, inside of that.
+where it is used in a `with` statement, inside that.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,7 +4,7 @@ A result on disk may be continued only by the program that began it, on the same
 printed form of a jaxpr cannot tell: it abbreviates arrays, and it shows memory addresses, which
 change from one process to the next. So the program is walked here. Variables are numbered in order
 of appearance, values count with all their bytes, parameters are taken apart by type, and programs
-inside of programs are walked in turn, each of them once.
+inside programs are walked in turn, each of them once.
 
 Python functions in the parameters of an operation (the derivative rule of a `jax.custom_jvp`, a
 callback to the host) count by their names only; nothing can compare what they do. So the program
@@ -40,7 +40,7 @@ def fingerprint(closed_jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any])
 
     Args:
         closed_jaxpr: the program, as `jax.make_jaxpr` gives it. Its constants count, also those of
-            the programs inside of it.
+            the programs inside it.
         consts: further arrays that the result depends on.
         inputs: the arrays that the program is called with. Typed random keys are fine.
 

@@ -2,7 +2,7 @@
 
 A `Program` is a list of nodes, in the order in which they are computed. Calls (`jit` and the like)
 are dissolved into it. What has a meaning of its own stays: the body of a `checkpoint`, of a `scan`
-or of a function with its own derivatives is a program inside of a node. Each variable is written
+or of a function with its own derivatives is a program inside a node. Each variable is written
 once, in one place, so that it says which value is meant in the whole of a program and its bodies.
 """
 

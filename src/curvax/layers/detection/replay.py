@@ -3,7 +3,7 @@
 `Hooks` say what to do in the place of which nodes. Bodies that have none of these nodes are run as
 they are. A body that has some is entered, and what it was stays what it is: checkpointed, repeated.
 
-Hooks can be given arrays by keys, and can collect others. Inside of a loop, what is collected has
+Hooks can be given arrays by keys, and can collect others. Inside a loop, what is collected has
 one more axis in front, and so has what is given, of which each step gets its own part; unless the
 hooks say that it is for all steps.
 """

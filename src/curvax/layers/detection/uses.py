@@ -560,7 +560,7 @@ def find_uses(
 ) -> Found:
     """The uses of each parameter.
 
-    `through_custom`: also inside of custom derivatives. `is_tagged`: all layers are tagged already,
+    `through_custom`: also inside custom derivatives. `is_tagged`: all layers are tagged already,
     and it is only to be found which parameters these have.
     """
     found = Found({number: [] for number in range(len(params))}, readers=_readers(program))

@@ -48,11 +48,11 @@ def layer_tags_vjp(
         - `sites`: a tuple of dictionaries with `inputs`, `outputs` and `outputs_tangents`, one for
           each place at which the layer is applied.
 
-        Inside of loops, arrays have one more axis in front. With several sites, the inputs and
+        Inside loops, arrays have one more axis in front. With several sites, the inputs and
         outputs of the layer are those of all sites along the first axis; they are missing where
         these do not fit together, as for a table that is also a matrix.
 
-        Inside of `jax.shard_map` they are those of each device. With `check_vma`, the cotangents of
+        Inside `jax.shard_map` they are those of each device. With `check_vma`, the cotangents of
         what is the same on all devices are sums over these, as those of `jax.vjp` are.
 
     Raises:

@@ -36,8 +36,8 @@ __all__ = [
 
 # From the operands of a loss tag to the loss.
 #
-# Inside of loops and of `jax.vmap`, a loss is registered many times at once: its arrays have axes
-# in front. All of it is one loss, with these axes merged into that of the batch. Inside of
+# Inside loops and of `jax.vmap`, a loss is registered many times at once: its arrays have axes
+# in front. All of it is one loss, with these axes merged into that of the batch. Inside
 # `jax.vmap`, predictions with two axes and more are a batch, and with fewer those of a single
 # example.
 
@@ -56,7 +56,7 @@ class LossOperands:
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        # A vector inside of vmap is one example's, and not a batch of numbers.
+        # A vector inside vmap is one example's, and not a batch of numbers.
         least_axes = max(tag.least_axes, 2 if node.params["stacked"] else 1)
         shared = {k for k, name in enumerate(node.params["args_names"]) if name in _NUMBERS}
         arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
@@ -87,7 +87,7 @@ def _merged(
     sizes = [_size(arrays, stacked, level) for level in range(len(stacked))]
     count = [sum(level[k] for level in stacked) for k in range(len(arrays))]
     full = [_with_all_axes(x, stacked, k, sizes) for k, x in enumerate(arrays)]
-    # An example alone, inside of vmap, has no axis of its own for a batch.
+    # An example alone, inside vmap, has no axis of its own for a batch.
     first = full[0]
     has_batch = first.ndim - len(sizes) >= least_axes
     batch = first.shape[len(sizes) : len(sizes) + 1] if has_batch else ()

@@ -125,7 +125,7 @@ def layer_statistics(
     never held, and that places from which nothing comes back are left out. For stacked layers that
     a `scan` goes through there is one statistic for each of them, along axes in front.
 
-    Inside of `jax.shard_map` statistics are those of each device, to be summed by the caller, and
+    Inside `jax.shard_map` statistics are those of each device, to be summed by the caller, and
     the cotangents of the parameters are as `jax.vjp` returns them: with `check_vma`, those of
     parameters that all devices share are sums over all devices. So are the cotangents at the tag of
     a generic layer, which is that of such a parameter itself.
