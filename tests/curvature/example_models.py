@@ -179,6 +179,34 @@ def split_differently(p: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(h @ p["v"], 0)
 
 
+def split_again(p: Any, x: jax.Array) -> jax.Array:
+    """Merged, split, and merged in another order, with the batch size written out."""
+    b, t, _ = x.shape
+    h = tokens(p, x.reshape(b * t, D)).reshape(b, t, D)
+    h = tokens(p, jnp.swapaxes(h, 0, 1).reshape(t * b, D)).reshape(t, b, D)
+    return jnp.sum(h @ p["v"], 0)
+
+
+def time_major_data(p: Any, x: jax.Array) -> jax.Array:
+    """Data whose second axis is that of examples."""
+    step = lambda h, a: (jnp.tanh(h @ p["w"] + a * over(p["s"], a) + over(p["b"], a)), None)
+    return lax.scan(step, jnp.zeros(x.shape[1:]), x)[0] @ p["v"]
+
+
+def rows_of_positions(p: Any, x: jax.Array) -> jax.Array:
+    """A loss with a row for each position, none of which depends on another."""
+    return (tokens(p, x) @ p["v"]).reshape(-1, 1)
+
+
+def ragged(p: Any, x: jax.Array) -> jax.Array:
+    """Positions of different examples next to each other, as many of some as of others."""
+    half = len(x) // 2
+    rows = jnp.concatenate([x[:half].reshape(-1, D), x[half:, 0]])
+    h = tokens(p, rows)
+    h = jnp.concatenate([h[: half * x.shape[1] : x.shape[1]], h[half * x.shape[1] :]])
+    return h @ p["v"]
+
+
 def mapped_tokens(p: Any, x: jax.Array) -> jax.Array:
     """A loop over examples and positions."""
     h = lax.map(lambda a: tokens(p, a), x.reshape(-1, D))

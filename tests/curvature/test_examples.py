@@ -86,22 +86,26 @@ WHOLE = {
     "a scan over time": (models.time_first, 2, 2, "exact"),
     "loops in turn": (models.in_two_loops, 3, 2, "exact"),
     "merged, one example": (models.merged, 1, 3, "exact"),
-    "merged": (models.merged, 5, 2, "they share an axis with positions"),
-    "merged, as many positions": (models.merged, 3, 3, "they share an axis with positions"),
-    "time-major": (models.time_major, 5, 2, "they share an axis with positions"),
-    "time-major, as many positions": (models.time_major, 3, 3, "they share an axis"),
+    "merged": (models.merged, 5, 2, "exact"),
+    "merged, as many positions": (models.merged, 3, 3, "exact"),
+    "time-major": (models.time_major, 5, 2, "exact"),
+    "time-major, as many positions": (models.time_major, 3, 3, "exact"),
+    "merged and split again": (models.split_again, 4, 3, "exact"),
+    "time-major data, as many positions": (models.time_major_data, 3, 3, "exact"),
+    "a row of the loss for each position alone": (models.rows_of_positions, 3, 2, "exact"),
+    "concatenated, of different lengths": (models.ragged, 4, 2, "cannot be followed through"),
     "merged and split otherwise": (models.split_differently, 5, 2, "examples unknown"),
     "scrambled": (models.scrambled, 5, 2, "cannot be followed through `reshape`"),
-    "scrambled, as many positions": (models.scrambled, 3, 3, "examples interact"),
+    "scrambled, as many positions": (models.scrambled, 3, 3, "exact"),
     "a loop over all": (models.mapped_tokens, 3, 2, "cannot be followed through `scan`"),
-    "a row of the loss for each position": (models.merged_rows, 5, 2, "examples unknown"),
-    "batch size written out": (models.with_size_written_out(5), 5, 2, "is the batch size written"),
-    "batch size written out, as many positions": (
-        models.with_size_written_out(3),
-        3,
-        3,
-        "is the batch size written",
+    "a row of the loss for each position": (
+        models.merged_rows,
+        5,
+        2,
+        "have several rows of a loss",
     ),
+    "batch size written out": (models.with_size_written_out(5), 5, 2, "exact"),
+    "batch size written out, as many positions": (models.with_size_written_out(3), 3, 3, "exact"),
     "centred": (models.centred, 4, 2, "examples interact, by `reduce_sum`"),
     "batch normalisation": (models.normalised, 4, 2, "examples interact, by `reduce_sum`"),
     "centred by a constant": (models.centred_by_a_constant, 4, 2, "exact"),
@@ -172,10 +176,12 @@ class TestWhatIsSaid:
 
     @pytest.mark.parametrize("mode", ["fisher_gradients", "fisher_empirical", "ggn_curvature_prop"])
     def test_blocks_refuse_in_all_modes(self, mode):
-        with pytest.raises(ValueError, match="share an axis"):
-            estimated(models.merged, batch(4), FULL, mode)
+        with pytest.raises(ValueError, match="cannot be followed through `scan`"):
+            estimated(models.mapped_tokens, batch(4), FULL, mode)
 
-    @pytest.mark.parametrize("model", [models.merged, models.centred], ids=["unknown", "interact"])
+    @pytest.mark.parametrize(
+        "model", [models.mapped_tokens, models.centred], ids=["unknown", "interact"]
+    )
     def test_what_an_error_recommends_works(self, model):
         with pytest.raises(ValueError, match="examples") as error:
             estimated(model, batch(3), {"dense": curvax.DenseFull})
@@ -191,9 +197,10 @@ class TestWhatIsSaid:
         assert row.remarks[0].startswith("examples ")
 
     def test_naive_blocks_are_recommended_for_scales(self):
+        ctors = {"scale_and_shift": DIAGONAL["scale_and_shift"]}
         with pytest.raises(ValueError, match=r"Use curvax\.NaiveDiagonal"):
-            estimated(models.merged, batch(3), {"scale_and_shift": DIAGONAL["scale_and_shift"]})
-        estimated(models.merged, batch(3), {"scale_and_shift": curvax.NaiveDiagonal})
+            estimated(models.mapped_tokens, batch(3), ctors)
+        estimated(models.mapped_tokens, batch(3), {"scale_and_shift": curvax.NaiveDiagonal})
 
 
 class TestByDefault:
@@ -204,12 +211,12 @@ class TestByDefault:
         remarks = {", ".join(row.params): row.remarks for row in estimator.report().rows}
         return matrix, remarks
 
-    def test_scales_of_merged_positions_count_each(self):
+    def test_scales_of_unknown_positions_count_each(self):
         x = batch(4)
-        matrix, remarks = self.remarks(models.merged, x)
+        matrix, remarks = self.remarks(models.mapped_tokens, x)
         (said,) = remarks["['s']"]
         assert said == (
-            "examples unknown: they share an axis with positions: each position counts as an "
+            "examples unknown: they cannot be followed through `scan`: each position counts as an "
             "example of its own"
         )
         assert remarks["['w'], ['b']"] == ()
@@ -236,7 +243,7 @@ class TestByDefault:
     def test_an_optimizer_trains_a_model_of_tokens(self):
         def loss(p, batch):
             x, y = batch
-            z = curvax.register_squared_error_loss(models.merged(p, x), y)
+            z = curvax.register_squared_error_loss(models.mapped_tokens(p, x), y)
             return jnp.mean(jnp.sum((z - y) ** 2, 1))
 
         x = batch(6)
@@ -264,7 +271,7 @@ class TestByDefault:
 
 
 def positions_apart(x, scales):
-    """`models.merged` with scales of their own for each position of each example."""
+    """`models.mapped_tokens` with scales of their own for each position of each example."""
     h = x * scales @ PARAMS["w"]
     return models.head(PARAMS, jnp.tanh(h + jnp.broadcast_to(PARAMS["b"], h.shape)))
 
@@ -277,22 +284,24 @@ class TestByHand:
             return curvax.register_dense(h @ p["w"], h, p["w"])
 
         def f(p, x):
+            h = x
             if how == "merged":
                 h = tagged(p, x.reshape(-1, 3)).reshape(x.shape)
-            else:
-                h = jax.lax.map(lambda a: tagged(p, a), x) if how == "mapped" else x
-                h = tagged(p, h[:, 0])[:, None] if how == "first" else h
+            elif how == "mapped":
+                h = jax.lax.map(lambda a: tagged(p, a), x)
+            elif how == "first":
+                h = tagged(p, x[:, 0])[:, None]
+            elif how == "positions first":
+                h = jnp.swapaxes(tagged(p, jnp.swapaxes(x, 0, 1)), 0, 1)
             h = h * jnp.broadcast_to(p["s"], h.shape) + jnp.broadcast_to(p["b"], h.shape)
             return models.head(p, h)
 
         return f
 
-    def test_they_are(self):
-        assert verdict(self.model("first"), batch(3), FULL) == "exact"
+    @pytest.mark.parametrize("how", ["first", "merged", "mapped"])
+    def test_they_are(self, how):
+        assert verdict(self.model(how), batch(3), FULL) == "exact"
 
-    @pytest.mark.parametrize(
-        ("how", "why"), [("merged", "share an axis"), ("mapped", "not along axis 0|share an axis")]
-    )
-    def test_they_are_not(self, how, why):
-        with pytest.raises(ValueError, match=why):
-            estimated(self.model(how), batch(3), {"dense": curvax.DenseFull})
+    def test_they_are_not(self):
+        with pytest.raises(ValueError, match="they are not along axis 0 of its output"):
+            estimated(self.model("positions first"), batch(3), {"dense": curvax.DenseFull})

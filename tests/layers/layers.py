@@ -54,11 +54,12 @@ def recompute(node, x, stacked, params, cuts=None):
     Inside of loops the input has an axis for each in front. `stacked` says for each of them whether
     the parameters have it too, or are the same in all steps.
     """
+    params = list(params)
     if cuts is not None:
         params = [part(p, own) for p, own in zip(params, cuts, strict=True)]
-    layouts = node.params.get("layouts")
-    if layouts is not None:
-        params = [layout.apply(p) for layout, p in zip(layouts, params, strict=True)]
+    for number, own in enumerate(node.params["use"].params):
+        if own.arrangement is not None:
+            params[number] = own.arrangement.apply(params[number])
     if any(stacked):
         lengths = [size for size, has in zip(x.shape, stacked, strict=False) if has]
         params = [p.reshape(*lengths, *p.shape[1:]) for p in params]

@@ -1,39 +1,25 @@
-"""The axes of examples are found by a larger batch, also beside arguments that are no batch."""
+"""Examples are followed from the arguments to the losses, also next to what is no batch."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from curvax import explain_registration, layer_tags_vjp, register_squared_error_loss as register
-from curvax.layers.detection import examples
 from helpers import assert_same
 from layers.models import normal
 
 W0, Q, X = normal(0, 5, 4), normal(1, 5, 4), normal(2, 5, 5)
 SQUARE, MASK = normal(3, 5, 5), (normal(4, 5, 5) > 0).astype(jnp.float64)
 NO_EXAMPLES = "it meets nothing that differs from example to example"
-UNKNOWN = (
-    "examples unknown: the function could not be traced with a larger batch (is the batch size "
-    "written out in it, or the batch closed over?)"
-)
+NOT_APART = "examples have several rows of a loss each"
 
 
 def rows(f, *args, **options):
     return [(row.tag, row.reason) for row in explain_registration(f, args, **options).rows]
 
 
-def count_traces(f):
-    calls = []
-
-    def counted(*args):
-        calls.append(jax.tree.map(jnp.shape, args))
-        return f(*args)
-
-    return counted, calls
-
-
 class TestAnArgumentThatIsNoBatch:
-    """It has an axis as long as the batch; if that were made longer, the function would fail."""
+    """It has an axis as long as the batch, and another meaning."""
 
     @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)], ids=str)
     def test_added_to_weights(self, order):
@@ -63,8 +49,8 @@ class TestAnArgumentThatIsNoBatch:
         free = lambda p, mask, x: register((x @ mask) @ p["w"])
         assert rows(free, {"w": SQUARE}, MASK, X) == [("dense_tag", "")]
         assert rows(f, {"w": SQUARE, "s": X[0]}, MASK, X) == [
-            ("scale_and_shift_tag", UNKNOWN),
-            ("dense_tag", UNKNOWN),
+            ("scale_and_shift_tag", ""),
+            ("dense_tag", ""),
         ]
 
     def test_a_mask_of_positions(self):
@@ -80,51 +66,69 @@ class TestAnArgumentThatIsNoBatch:
 
     def test_a_mask_for_each_example_is_a_batch(self):
         f = lambda w, mask, x: register((x * mask) @ w)
-        counted, calls = count_traces(f)
-        assert rows(counted, SQUARE, MASK, X) == [("dense_tag", "")]
-        assert calls[1:] == [((5, 5), (10, 5), (10, 5))]
+        assert rows(f, SQUARE, MASK, X) == [("dense_tag", "")]
+
+    def test_a_batch_next_to_it_in_the_same_argument(self):
+        f = lambda w, data: register((data["x"] @ data["mask"]) @ w)
+        assert rows(f, SQUARE, {"mask": MASK, "x": X}) == [("dense_tag", "")]
+
+    def test_the_function_is_traced_once(self):
+        calls = []
+        f = lambda w, x: (calls.append(x), register(x @ w))
+        assert rows(f, Q, X) == [("dense_tag", "")]
+        assert len(calls) == 1
 
 
-class TestNothingIsKnown:
-    """Then a layer is at as many places as there are examples, counting the steps of loops."""
-
-    def test_a_batch_that_is_closed_over(self):
+class TestABatchThatIsClosedOver:
+    def test_layers_of_all_kinds(self):
         def f(p):
             h = jnp.tanh(X @ p["w"] + jnp.broadcast_to(p["b"], (5, 4)))
             return register(h * jnp.broadcast_to(p["s"], (5, 4)))
 
         params = {"w": Q, "b": Q[0], "s": Q[1]}
-        assert [tag for tag, _ in rows(f, params)] == [
-            "dense_tag",
-            "scale_and_shift_tag",
-            "dense_tag",
+        assert rows(f, params) == [
+            ("dense_tag", ""),
+            ("scale_and_shift_tag", ""),
+            ("dense_tag", ""),
         ]
 
     @pytest.mark.parametrize("is_argument", [True, False])
     def test_weights_beside_a_batch_that_is_closed_over(self, is_argument):
         f = lambda q, w0=W0: register(X @ (w0 + q))
         args = (Q, W0) if is_argument else (Q,)
-        assert rows(f, *args) == [("generic_tag", NO_EXAMPLES)]
+        assert rows(f, *args) == [("dense_tag", "")]
 
-    def test_something_else_that_grows(self):
+    def test_an_argument_of_the_same_length(self):
         """It is not what the losses are about."""
         f = lambda w, other: (register(X @ w), jnp.sum(other))
-        assert rows(f, Q, normal(7, 5)) == [("dense_tag", UNKNOWN)]
+        assert rows(f, Q, normal(7, 5)) == [("dense_tag", "")]
 
     def test_one_example_at_a_time(self):
         def f(w):
             return register(jax.lax.scan(lambda _, x: (None, x @ w), None, X)[1])
 
-        assert rows(f, Q) == [("dense_tag", UNKNOWN)]
+        assert rows(f, Q) == [("dense_tag", "")]
 
-    def test_tokens_that_are_merged_with_examples(self):
-        def f(p, tokens):
-            x = p["table"][tokens] + jnp.broadcast_to(p["place"], (*tokens.shape, 4))
-            return register(x.reshape(-1, 4))
 
-        params = {"table": normal(8, 9, 4), "place": normal(9, 3, 4)}
-        found = rows(f, params, jnp.arange(6).reshape(2, 3))
-        assert [tag for tag, _ in found] == ["scale_and_shift_tag", "embedding_tag"]
+class TestLossesWithRowsForPositions:
+    def f(self, p, tokens):
+        x = p["table"][tokens] + jnp.broadcast_to(p["place"], (*tokens.shape, 4))
+        return register(self.mixed(x).reshape(-1, 4))
+
+    params = {"table": normal(8, 9, 4), "place": normal(9, 3, 4)}  # noqa: RUF012
+
+    def found(self, mixed):
+        self.mixed = mixed
+        return rows(self.f, self.params, jnp.arange(6).reshape(2, 3))
+
+    def test_positions_that_are_apart_are_examples(self):
+        """But for those that have a parameter of their own."""
+        along = "examples unknown: they are along an axis that the parameters have, too"
+        assert self.found(jnp.tanh) == [("scale_and_shift_tag", along), ("embedding_tag", "")]
+
+    def test_positions_that_are_mixed(self):
+        tags = ["scale_and_shift_tag", "embedding_tag"]
+        assert self.found(lambda x: jnp.cumsum(x, 1)) == [(tag, NOT_APART) for tag in tags]
 
 
 def test_a_parameter_for_each_example():
@@ -132,13 +136,3 @@ def test_a_parameter_for_each_example():
     params = {"s": Q, "t": W0}
     unknown = "examples unknown: they are along an axis that the parameters have, too"
     assert rows(f, params, normal(9, 5, 4)) == [("scale_and_shift_tag", unknown)] * 2
-
-
-def test_there_are_few_traces():
-    def f(w, *others):
-        assert all(len(x) == 5 for x in others)
-        return register(sum(others) @ w)
-
-    counted, calls = count_traces(f)
-    assert rows(counted, Q, *[X] * 6) == [("dense_tag", UNKNOWN)]
-    assert len(calls) <= 2 + examples._MOST_TRACES

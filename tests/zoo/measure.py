@@ -82,9 +82,9 @@ def preconditioned(loss: Any, args: Any, **options: Any) -> Any:
 def of_sites(layer: Any, data: Any) -> tuple[Any, Any]:
     """What a layer computes at each of its sites, and what comes back from there, added up."""
     outputs, total = [], [jnp.zeros_like(p) for p in data["params"]]
-    for place, site in zip(layer.places, data["sites"], strict=True):
+    for place, site in zip(layer.tags, data["sites"], strict=True):
         (x,), (g,), node = site["inputs"], site["outputs_tangents"], place.node
-        alone = lambda *params: recompute(node, x, place.stacked, params, place.cuts)  # noqa: B023
+        alone = lambda *params: recompute(node, x, place.use.stacked, params, place.use.cuts)  # noqa: B023
         y, pull_back = jax.vjp(alone, *data["params"])
         outputs.append(y)
         total = [a + b for a, b in zip(total, pull_back(g.astype(y.dtype)), strict=True)]

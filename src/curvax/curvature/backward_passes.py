@@ -19,12 +19,12 @@ from curvax import _jax
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import CurvatureBlock
 from curvax.curvature.blocks.data import given_data
-from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.estimation_modes import sum_of_shares, sweeps
-from curvax.layers.detection.layers import Layer, Place
+from curvax.layers.detection.layers import Layer, TaggedUse
 from curvax.layers.tracing.layer_inputs import layer_data_at
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import statistics_at
+from curvax.layers.use import LayerUse
 
 __all__ = [
     "AverageUpdate",
@@ -66,29 +66,25 @@ class Layers:
     blocks: Sequence[CurvatureBlock]
 
     @functools.cached_property
-    def sites(self) -> list[list[LayerSite]]:
+    def sites(self) -> list[list[LayerUse]]:
         """The places of each layer, as its block sees them."""
-        pairs = zip(self.at.processed.layers, self.blocks, strict=True)
-        return [[self._site(place, block) for place in layer.places] for layer, block in pairs]
+        return [list(layer.uses) for layer in self.at.processed.layers]
 
     def rule(self, states: Sequence[Any]) -> Any:
         """What `layer_statistics` computes, for blocks in these states."""
         numbers = {
             place.node: (number, k)
             for number, layer in enumerate(self.at.processed.layers)
-            for k, place in enumerate(layer.places)
+            for k, place in enumerate(layer.tags)
         }
 
-        def rule(layer: Layer, place: Place) -> Any:
+        def rule(layer: Layer, place: TaggedUse) -> Any:
             del layer
             number, k = numbers[place.node]
             sites = self.sites[number]
             return self.blocks[number].statistics(sites[k], sites, states[number])
 
         return rule
-
-    def _site(self, place: Place, block: CurvatureBlock) -> LayerSite:
-        return LayerSite.of(place, block.parameters_shapes)
 
 
 def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index: int) -> LossMap:

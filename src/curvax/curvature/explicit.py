@@ -1,6 +1,7 @@
 """`ExplicitExactCurvature`: the whole curvature matrix, from gradients of single examples."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ from curvax.curvature.backward_passes import AverageUpdate, at_devices
 from curvax.curvature.batch_size import is_of_examples
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure
 from curvax.curvature.blocks.full import Full, NaiveFull, products_of_gradients
-from curvax.curvature.blocks.layer import LayerEquation, LayerSite
+from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_max_parallel_elements
 from curvax.curvature.estimation_modes import Share, draws, num_passes, row_numbers, sweeps
 from curvax.curvature.microbatching import axes_of, length_of
 from curvax.layers.tags import generic_tag
+from curvax.layers.use import ParamUse
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
@@ -124,10 +126,10 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         variables = at.processed.params_vars_flat
         indices = tuple(range(len(variables)))
         ctor = self._index_ctors.get(indices) or self._tag_ctors.get(generic_tag.name) or NaiveFull
-        tag = at.processed.layer_tags[0]
-        shapes = tuple(v.aval.shape for v in variables)
-        site = LayerSite(tag, shapes)
-        equation = LayerEquation(None, (site,), tuple(v.aval.dtype for v in variables))
+        first, dtypes = at.processed.layers[0], tuple(v.aval.dtype for v in variables)
+        params = tuple(ParamUse(n, v.aval.shape) for n, v in enumerate(variables))
+        use = replace(first.uses[0], params=params)
+        equation = LayerEquation(generic_tag.name, (use,), dtypes, first.nodes[0].equation)
         return Structure.of(at, (indices,), (ctor(equation, "all parameters"),))
 
     def _first_example(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:

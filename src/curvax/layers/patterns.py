@@ -104,6 +104,13 @@ class Match:
     output: Variable
     inputs: Sequence[Operand]
     params: Sequence[Operand]
+    views: tuple[Any, ...] = ()
+    """The parameters that these are (`ParamView`s)."""
+
+    @property
+    def node(self) -> Node:
+        """The last of the nodes, whose output is that of the layer."""
+        return self.nodes[0]
 
 
 def matches(

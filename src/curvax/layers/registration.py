@@ -5,9 +5,8 @@ checks that nothing was lost. Everything else in this package and above it start
 `Registration`.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,9 +16,8 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._tag import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
-from curvax.layers.detection.example_axes import ExamplesInProgram, follow_examples, same_examples
-from curvax.layers.detection.examples import Examples, find_examples, find_interaction
-from curvax.layers.detection.layers import Layer, build_layers
+from curvax.layers.detection.examples import Examples, LocatedExamples, find_examples
+from curvax.layers.detection.layers import FoundLayer, build_layers
 from curvax.layers.detection.program import (
     Node,
     Operand,
@@ -30,7 +28,7 @@ from curvax.layers.detection.program import (
     read,
 )
 from curvax.layers.detection.replay import run
-from curvax.layers.detection.tagging import TagSites, examples_of_tag, is_loss, tag_generic
+from curvax.layers.detection.tagging import TagSites, described, is_loss, tag_generic
 from curvax.layers.detection.uses import find_uses
 from curvax.layers.patterns import (
     DEFAULT_GRAPH_PATTERNS,
@@ -94,9 +92,10 @@ class Registration:
     """Which of the inputs are parameters."""
     names: tuple[str, ...]
     """The parameters, by their paths."""
-    layers: Sequence[Layer]
+    layers: Sequence[FoundLayer]
     losses: Sequence[Node]
-    examples: ExamplesInProgram
+    interaction: str | None
+    """The operation by which what is computed for one example depends on others, if any."""
     closes_over_tracers: bool
 
     @property
@@ -104,19 +103,14 @@ class Registration:
         """The parameters."""
         return [self.whole.inputs[number] for number in self.params_range]
 
-    @functools.cached_property
-    def interaction(self) -> str | None:
-        """The operation by which what is computed for one example depends on others, if any."""
-        return find_interaction(self.needed, self.examples.examples)
-
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """The function itself, with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.examples))
+        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
         """Only what its losses depend on, of each loss; inside loops, of each step."""
-        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.examples))
+        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers))
         return tuple(tuple(collected[node]) for node in self.losses)
 
     def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
@@ -148,12 +142,10 @@ def register(
     _check_references(needed)
     params_range = range(before, before + len(paths))
     params = [program.inputs[number] for number in params_range]
-    generic = options.only_generic
-    examples = Examples() if generic else find_examples(func, args, params_index, program, losses)
     reached = check_reached(needed, losses, params, options.through_custom)
-    followed = follow_examples(needed, params, examples, reached)
-    examples.followed = followed.rows
-    located = ExamplesInProgram(needed, examples, followed)
+    examples = Examples()
+    if not options.only_generic:
+        examples = find_examples(needed, params, losses, reached)
     found = find_uses(needed, params, options.through_custom, examples)
     found.leave_out(reached)
     matched = [
@@ -162,10 +154,7 @@ def register(
         if not pattern.is_default and pattern.name not in options.skipped
         for match in matches(pattern, needed, found.is_param, options.comparator)
     ]
-    layers = [
-        replace(layer, examples=_remark_on_examples(layer, located))
-        for layer in build_layers(found, options.all_skipped, options.only_generic, matched)
-    ]
+    layers = build_layers(found, options.all_skipped, options.only_generic, matched)
     registration = Registration(
         program,
         needed,
@@ -173,26 +162,14 @@ def register(
         jax.tree.structure(shapes),
         params_range,
         tuple(map(jax.tree_util.keystr, paths)),
-        layers,
+        described(layers, LocatedExamples(needed, examples)),
         losses,
-        located,
+        examples.interaction or None,
         any(map(_jax.is_tracer, closed.consts)),
     )
     if options.strict:
         _check_structured(registration)
     return registration
-
-
-def _remark_on_examples(layer: Layer, located: ExamplesInProgram) -> str:
-    if layer.is_generic:
-        return ""
-    at = [located.at_site(site) for site in layer.sites]
-    at += [examples_of_tag(located, node) for node in layer.tagged]
-    at += [located.at_tag(m.nodes[0], m.nodes[0].outputs[0]) for m in layer.matched]
-    groups = same_examples(at)
-    if isinstance(groups, str):
-        return groups
-    return next((each.remark for each in at if each.remark), "")
 
 
 def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:

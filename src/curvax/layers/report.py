@@ -9,7 +9,7 @@ import numpy as np
 
 from curvax._table import table
 from curvax._types import Fun, PyTree
-from curvax.layers.detection.layers import Layer
+from curvax.layers.detection.layers import FoundLayer
 from curvax.layers.registration import Registration, register, registration_options
 
 __all__ = ["ParameterRow", "RegistrationReport", "explain_registration"]
@@ -107,7 +107,7 @@ def _row(registration: Registration, number: int, shape: tuple[int, ...]) -> Par
     )
 
 
-def name_of(registration: Registration, layer: Layer) -> str:
+def name_of(registration: Registration, layer: FoundLayer) -> str:
     """The part of their paths that the parameters of a layer share."""
     names = [registration.names[number] for number in layer.params]
     if len(names) == 1:

@@ -19,7 +19,7 @@ def moment(x):
 def moments(layer, place):
     """Second moments of inputs and cotangents, and products of both; of each kind of place."""
     node = place.node
-    kind = f"{node.name}, {[x.aval.shape for x in node.equation.invars]}, {place.cuts}: "
+    kind = f"{node.name}, {[x.aval.shape for x in node.equation.invars]}, {place.use.cuts}: "
     outputs = {kind + "outputs": lambda _, g: {"moment": moment(g[0])}}
     if node.equation.primitive.num_inputs == 0:
         return outputs
@@ -32,12 +32,12 @@ def from_layer_data(processed, layers):
     found = []
     for layer, data in zip(processed.layers, layers, strict=True):
         totals = {}
-        for place, site in zip(layer.places, data["sites"], strict=True):
+        for place, site in zip(layer.tags, data["sites"], strict=True):
             for name, statistic in moments(layer, place).items():
-                for _ in place.stacked:
+                for _ in place.use.stacked:
                     statistic = jax.vmap(statistic)
                 value = statistic(site["inputs"], site["outputs_tangents"])
-                shared = tuple(k for k, is_own in enumerate(place.stacked) if not is_own)
+                shared = tuple(k for k, is_own in enumerate(place.use.stacked) if not is_own)
                 value = jax.tree.map(lambda x: jnp.sum(x, shared), value)  # noqa: B023
                 before = totals.get(name)
                 totals[name] = value if before is None else jax.tree.map(jnp.add, before, value)
@@ -50,7 +50,7 @@ def gradients(processed, layers):
     found = []
     for layer, data in zip(processed.layers, layers, strict=True):
         total = [jnp.zeros_like(p) for p in data["params"]]
-        for place, site in zip(layer.places, data["sites"], strict=True):
+        for place, site in zip(layer.tags, data["sites"], strict=True):
             pull_back = _alone(place, site, data["params"])
             total = [a + b for a, b in zip(total, pull_back, strict=True)]
         found.append(tuple(total))
@@ -62,7 +62,7 @@ def _alone(place, site, params):
     if not site["inputs"]:
         return (g,)
     (x,) = site["inputs"]
-    compute = lambda *params: recompute(place.node, x, place.stacked, params, place.cuts)
+    compute = lambda *params: recompute(place.node, x, place.use.stacked, params, place.use.cuts)
     _, pull_back = jax.vjp(compute, *params)
     return pull_back(g.astype(jnp.float64))
 

@@ -24,8 +24,9 @@ from jax.typing import ArrayLike
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.data import data_of_sites, statistics_of_data
-from curvax.curvature.blocks.layer import LayerEquation, LayerSite, wide
+from curvax.curvature.blocks.layer import LayerEquation, wide
 from curvax.curvature.linalg.tasks import run_matrix_tasks
+from curvax.layers.use import LayerUse
 
 __all__ = [
     "BlockState",
@@ -188,7 +189,7 @@ class CurvatureBlock(abc.ABC):
         return self._equation.primitive
 
     @property
-    def sites(self) -> tuple[LayerSite, ...]:
+    def sites(self) -> tuple[LayerUse, ...]:
         """The places of the layer in the program that the block was made for."""
         return self._equation.sites
 
@@ -201,15 +202,12 @@ class CurvatureBlock(abc.ABC):
     @property
     def outputs_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the outputs of the layer, examples first, in each step of a loop."""
-        return self._shapes(self._equation.invars[: self.layer_tag_primitive.num_outputs])
+        return self._shapes(is_output=True)
 
     @property
     def inputs_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the inputs of the layer, examples first, in each step of a loop."""
-        tag = self.layer_tag_primitive
-        return self._shapes(
-            self._equation.invars[tag.num_outputs : tag.num_outputs + tag.num_inputs]
-        )
+        return self._shapes(is_output=False)
 
     @property
     def parameters_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -256,10 +254,12 @@ class CurvatureBlock(abc.ABC):
         parts = jnp.split(vector, [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)])
         return tuple(x.reshape(s) for x, s in zip(parts, self.parameters_shapes, strict=True))
 
-    def _shapes(self, variables: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    def _shapes(self, *, is_output: bool) -> tuple[tuple[int, ...], ...]:
         """The shapes of inputs or outputs, as `estimation_data` has them."""
-        first = replace(self._equation.sites[0], stacked=(), lengths=())
-        return tuple(jax.eval_shape(first.with_positions, v.aval).shape for v in variables)
+        first = replace(self._equation.sites[0], loops=())
+        in_model = lambda x: first.as_in_model(x, is_output)
+        arrays = first.outputs if is_output else first.inputs
+        return tuple(jax.eval_shape(in_model, x).shape for x in arrays)
 
     def _check_vector(self, vector: Sequence[Array]) -> None:
         shapes = tuple(jnp.shape(x) for x in vector)
@@ -484,7 +484,7 @@ class CurvatureBlock(abc.ABC):
         self,
         state: Any,
         terms: Mapping[str, PyTree],
-        sites: Sequence[LayerSite],
+        sites: Sequence[LayerUse],
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
@@ -508,7 +508,7 @@ class CurvatureBlock(abc.ABC):
     def estimate_here(
         self,
         terms: Mapping[str, PyTree],
-        sites: Sequence[LayerSite],
+        sites: Sequence[LayerUse],
         batch_size: ArrayLike,
         axis_name: str | None,
     ) -> Sequence[Array]:
@@ -517,12 +517,12 @@ class CurvatureBlock(abc.ABC):
             terms = lax.pmean(dict(terms), axis_name)
         return self.estimate(terms, sites, batch_size)
 
-    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
         """Return whether an estimate depends on which positions belong to one example."""
         del sites
         return True
 
-    def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
+    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
         """Whether what `estimate` makes of a sum is the sum of what it makes of its parts."""
         del sites
         return True
@@ -536,12 +536,12 @@ class CurvatureBlock(abc.ABC):
         """The moving averages in the state."""
 
     @abc.abstractmethod
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         """What is summed at one of the sites of the layer."""
 
     @abc.abstractmethod
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         """What can be added up over passes, from the sums of one.
 
@@ -550,7 +550,7 @@ class CurvatureBlock(abc.ABC):
 
     @abc.abstractmethod
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         """What goes into each of the averages, from the sum of all terms."""
 

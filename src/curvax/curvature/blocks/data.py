@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.layer import LayerSite
-from curvax.layers.detection.layers import EachStep
+from curvax.layers.tracing.statistics import EachStep
+from curvax.layers.use import LayerUse
 
 __all__ = ["data_of_sites", "given_data", "statistics_of_data"]
 
@@ -36,7 +36,7 @@ Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]
 class _Given:
     """What a block was given: the sites of its layer, their data, and the dictionary itself."""
 
-    sites: tuple[LayerSite, ...]
+    sites: tuple[LayerUse, ...]
     arrays: tuple[Arrays, ...]
     data: Mapping[str, Any]
     batch_size: ArrayLike
@@ -52,11 +52,11 @@ class _Given:
 
 
 def given_data(
-    data: Mapping[str, Any], sites: Sequence[LayerSite], batch_size: ArrayLike
+    data: Mapping[str, Any], sites: Sequence[LayerUse], batch_size: ArrayLike
 ) -> dict[str, Any]:
     """Return the data of a layer as its block is given them, with an axis for positions."""
     shown = tuple(
-        {key: tuple(map(site.with_positions, arrays)) for key, arrays in at.items()}
+        {key: tuple(_shown(site, key, x) for x in arrays) for key, arrays in at.items()}
         for site, at in zip(sites, data["sites"], strict=True)
     )
     given = {**data, "sites": shown}
@@ -72,7 +72,7 @@ def given_data(
 
 
 def statistics_of_data(
-    block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerSite], arrays: Any
+    block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerUse], arrays: Any
 ) -> dict[str, PyTree]:
     """The sums that `layer_statistics` would return, from inputs and cotangents at all places."""
     record = data.get(_RECORD)
@@ -99,7 +99,7 @@ def statistics_of_data(
 
 def data_of_sites(
     block: Any, data: Mapping[str, Any], batch_size: ArrayLike
-) -> tuple[tuple[LayerSite, ...], tuple[Arrays, ...]]:
+) -> tuple[tuple[LayerUse, ...], tuple[Arrays, ...]]:
     """Return the sites that the data are of, and the inputs and cotangents at each of them.
 
     Arguments:
@@ -146,11 +146,11 @@ def data_of_sites(
 def _of_whole(
     block: Any,
     data: Mapping[str, Any],
-    sites: tuple[LayerSite, ...],
+    sites: tuple[LayerUse, ...],
     shapes: Sequence[Any],
     batch_size: ArrayLike | None,
     is_shown: bool = False,
-) -> tuple[tuple[LayerSite, ...], tuple[Arrays, ...]]:
+) -> tuple[tuple[LayerUse, ...], tuple[Arrays, ...]]:
     """The arrays of a layer at its sites, or of all of them together if their shape is another."""
     arrays = _arrays(data)
     if len(sites) == 1:
@@ -163,7 +163,7 @@ def _of_whole(
         if is_shown:
             parts = [_raw(site, part) for site, part in zip(sites, parts, strict=True)]
         return sites, tuple(parts)
-    forms = {(s.kind, s.stack, s.cuts, str(s.constants.get("layouts"))) for s in sites}
+    forms = {(s.kind, s.stack, s.cuts, str([p.arrangement for p in s.params])) for s in sites}
     if len(forms) > 1 or block.needs_examples(sites):
         raise _contradiction(
             block,
@@ -177,20 +177,20 @@ def _of_whole(
 
 def _at_site(
     block: Any,
-    site: LayerSite,
+    site: LayerUse,
     arrays: Arrays,
     shapes: Any,
     batch_size: ArrayLike | None,
     is_shown: bool,
-) -> tuple[LayerSite, Arrays]:
+) -> tuple[LayerUse, Arrays]:
     """A site for data of these shapes or of others."""
     if _shapes_of(arrays) == shapes:
         return site, _raw(site, arrays) if is_shown else arrays
-    tag = site.equation.primitive
-    if (len(arrays[0]), len(arrays[1])) != (1, 1) or (tag.num_inputs, tag.num_outputs) != (1, 1):
+    counts = len(site.inputs), len(site.outputs)
+    if (len(arrays[0]), len(arrays[1])) != (1, 1) or counts != (1, 1):
         raise _contradiction(
             block,
-            f"the layer has {tag.num_inputs} inputs and {tag.num_outputs} outputs of the shapes "
+            f"the layer has {counts[0]} inputs and {counts[1]} outputs of the shapes "
             f"{shapes}, got {_shapes_of(arrays)}",
         )
     ((x,), (g,)) = arrays
@@ -210,7 +210,7 @@ def _at_site(
     return site.of_data(x, g), arrays
 
 
-def _num_rows(block: Any, site: LayerSite, x: Array, g: Array) -> int:
+def _num_rows(block: Any, site: LayerUse, x: Array, g: Array) -> int:
     """How many rows data of another shape have, which are checked against the layer."""
     skip = len(site.stack)
     rows, features = site.split_shape(x.shape[skip:], False)
@@ -252,20 +252,26 @@ def _arrays(data: Mapping[str, Any]) -> Arrays:
     return inputs, cotangents
 
 
-def _raw(site: LayerSite, arrays: Arrays) -> Arrays:
-    inputs, cotangents = (tuple(map(site.without_positions, each)) for each in arrays)
-    return inputs, cotangents
+def _raw(site: LayerUse, arrays: Arrays) -> Arrays:
+    inputs, cotangents = arrays
+    return (
+        tuple(site.as_at_tag(x, is_output=False) for x in inputs),
+        tuple(site.as_at_tag(x, is_output=True) for x in cotangents),
+    )
+
+
+def _shown(site: LayerUse, key: str, x: Array) -> Array:
+    return site.as_in_model(x, is_output=key != "inputs")
 
 
 def _shapes_of(arrays: Arrays) -> Any:
     return tuple(tuple(x.shape for x in each) for each in arrays)
 
 
-def _raw_shapes(site: LayerSite) -> Any:
-    tag, lengths = site.equation.primitive, site.lengths
-    shapes = [(*lengths, *v.aval.shape) for v in site.equation.invars]
-    cut, end = tag.num_outputs, tag.num_outputs + tag.num_inputs
-    return tuple(shapes[cut:end]), tuple(shapes[:cut])
+def _raw_shapes(site: LayerUse) -> Any:
+    return tuple(
+        tuple((*site.lengths, *x.shape) for x in each) for each in (site.inputs, site.outputs)
+    )
 
 
 def _joined(shapes: Sequence[Any]) -> Any:

@@ -23,9 +23,9 @@ from curvax.curvature.blocks.example_gradients import (
     gradient_statistics,
     gradient_terms,
 )
-from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.use import LayerUse
 
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
 
@@ -58,19 +58,19 @@ class Diagonal(ExampleGradientBlock):
     def averages(self, state: Any) -> Sequence[Any]:
         return state.diagonal_factors
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         self.check_examples(sites)
         return gradient_statistics(site, sites, _squares, False, self.dtype, self.max_elements)
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         return {"squares": gradient_terms(statistics, sites, _squares, on_whole=False)}
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del sites
         return [x / batch_size for x in terms["squares"]]
@@ -148,7 +148,7 @@ class NaiveDiagonal(BatchGradientBlock, Diagonal):
     """
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         return {"squares": [x**2 for x in self.total_gradient(statistics, sites)]}

@@ -27,10 +27,10 @@ from curvax.curvature.blocks.kronecker import (
     DenseTwoKroneckerFactored,
     TwoKroneckerFactored,
 )
-from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.linalg.kronecker import Eigen, from_basis, to_basis
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.use import LayerUse
 
 __all__ = ["Conv2DEKFAC", "DenseEKFAC"]
 
@@ -56,20 +56,20 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
     def remarks(self) -> tuple[str, ...]:
         return (*super().remarks, *remarks_on_examples(self._equation.sites))
 
-    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
         del sites
         return True
 
     def averages(self, state: Any) -> Sequence[Any]:
         return *super().averages(state), state.eigenvalues
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         squares = self._squares(state.basis)
         own = gradient_statistics(site, sites, squares, on_whole=True, dtype=self.dtype)
         return {**super().statistics(site, sites, state), **own}
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         factors = {n: x for n, x in statistics.items() if n.startswith(("inputs", "outputs"))}
         squares = self._squares(state.basis)
@@ -78,7 +78,7 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         return {**super().terms(factors, sites, state), "squares": corrected}
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         corrected = terms["squares"] / (batch_size * self.num_averaged_positions)
         return *super().estimate(terms, sites, batch_size), corrected

@@ -20,10 +20,10 @@ from jax import lax
 
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import CurvatureBlock, Statistics
-from curvax.curvature.blocks.layer import LayerSite, wide
+from curvax.curvature.blocks.layer import wide
 from curvax.curvature.blocks.settings import get_max_parallel_elements
-from curvax.layers.detection.example_axes import same_examples
-from curvax.layers.detection.layers import EachStep
+from curvax.layers.tracing.statistics import EachStep
+from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
 
 __all__ = [
     "BatchGradientBlock",
@@ -45,8 +45,8 @@ Quadratic = Callable[[list[Array]], PyTree]
 
 
 def gradient_statistics(
-    site: LayerSite,
-    sites: Sequence[LayerSite],
+    site: LayerUse,
+    sites: Sequence[LayerUse],
     quadratic: Quadratic,
     on_whole: bool,
     dtype: jnp.dtype,
@@ -73,7 +73,7 @@ def gradient_statistics(
 
 def gradient_terms(
     statistics: Mapping[str, PyTree],
-    sites: Sequence[LayerSite],
+    sites: Sequence[LayerUse],
     quadratic: Quadratic,
     on_whole: bool,
 ) -> PyTree:
@@ -94,7 +94,7 @@ def gradient_terms(
     return _sum(terms)
 
 
-def why_inexact(sites: Sequence[LayerSite]) -> str:
+def why_inexact(sites: Sequence[LayerUse]) -> str:
     """Why the gradients of single examples are not known; "" if they are."""
     groups = _known_groups(sites)
     if isinstance(groups, str):
@@ -102,7 +102,7 @@ def why_inexact(sites: Sequence[LayerSite]) -> str:
     return next((site.examples.remark for site in sites if site.examples.remark), "")
 
 
-def remarks_on_examples(sites: Sequence[LayerSite]) -> tuple[str, ...]:
+def remarks_on_examples(sites: Sequence[LayerUse]) -> tuple[str, ...]:
     """What to know where gradients of single examples are not known: what is done instead."""
     why = why_inexact(sites)
     if not why:
@@ -114,7 +114,7 @@ def remarks_on_examples(sites: Sequence[LayerSite]) -> tuple[str, ...]:
     return (f"{why}: gradients of different ones are taken to be independent",)
 
 
-def _known_groups(sites: Sequence[LayerSite]) -> list[list[LayerSite]] | str:
+def _known_groups(sites: Sequence[LayerUse]) -> list[list[LayerUse]] | str:
     """The sites that are about the same examples, together; or why that is not known."""
     pairs = [zip(site.stacked, site.example_loops, strict=True) for site in sites]
     if any(has and own for each in pairs for has, own in each):
@@ -125,13 +125,13 @@ def _known_groups(sites: Sequence[LayerSite]) -> list[list[LayerSite]] | str:
     return [[sites[number] for number in group] for group in groups.values()]
 
 
-def _groups(sites: Sequence[LayerSite]) -> list[list[LayerSite]]:
+def _groups(sites: Sequence[LayerUse]) -> list[list[LayerUse]]:
     """The sites that are about the same examples, together; all apart if that is not known."""
     groups = _known_groups(sites)
     return [[site] for site in sites] if isinstance(groups, str) else groups
 
 
-def _is_held(group: Sequence[LayerSite], on_whole: bool) -> bool:
+def _is_held(group: Sequence[LayerUse], on_whole: bool) -> bool:
     """Whether gradients of all examples are held until all places have added to them."""
     site = group[0]
     loops = zip(site.lengths, site.stacked, site.example_loops, strict=True)
@@ -139,16 +139,16 @@ def _is_held(group: Sequence[LayerSite], on_whole: bool) -> bool:
     return len(group) > 1 or has_steps or (on_whole and bool(site.stack))
 
 
-def _first_of_form(site: LayerSite, group: Sequence[LayerSite]) -> LayerSite:
+def _first_of_form(site: LayerUse, group: Sequence[LayerUse]) -> LayerUse:
     """The first site that uses the parameters in the same form."""
     form = lambda s: (
-        (s.stack, s.stacked, s.cuts, s.slice_shapes, s.constants.get("layouts")),
+        (s.stack, s.stacked, s.cuts, s.slice_shapes, [p.arrangement for p in s.params]),
         (s.lengths, s.example_loops, s.num_examples),
     )
     return next(other for other in group if form(other) == form(site))
 
 
-def _put_examples(site: LayerSite, gradients: Sequence[Array]) -> list[Array]:
+def _put_examples(site: LayerUse, gradients: Sequence[Array]) -> list[Array]:
     """Gradients of examples in the shapes of the parameters, with an axis for examples in front."""
     # In front are axes for the loops that take slices of parameters, or are over examples.
     loops = [own for has, own in zip(site.stacked, site.example_loops, strict=True) if has or own]
@@ -167,7 +167,7 @@ def _sum(terms: Sequence[PyTree]) -> PyTree:
 
 
 def _in_chunks(
-    site: LayerSite,
+    site: LayerUse,
     compute: Callable[[Array, Array], PyTree],
     x: Array,
     g: Array,
@@ -216,12 +216,12 @@ class ExampleGradientBlock(CurvatureBlock):
     def remarks(self) -> tuple[str, ...]:
         return remarks_on_examples(self._equation.sites)
 
-    def check_examples(self, sites: Sequence[LayerSite]) -> None:
+    def check_examples(self, sites: Sequence[LayerUse]) -> None:
         """Refuse places at which the gradients of single examples are not known."""
         why = why_inexact(sites)
         if not why or not self.needs_examples(sites) or self._allows_approximation:
             return
-        kind = self._equation.layer.tag_name if self._equation.layer else sites[0].kind
+        kind = self._equation.tag_name
         other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
         raise ValueError(
             f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
@@ -266,12 +266,12 @@ class ScaleAndShiftBlock(CurvatureBlock):
     @property
     def has_scale(self) -> bool:
         """Whether the layer has a scale."""
-        return any(site.constants["has_scale"] for site in self._equation.sites)
+        return any(isinstance(site, ScaleAndShiftUse) and site.has_scale for site in self.sites)
 
     @property
     def has_shift(self) -> bool:
         """Whether the layer has a shift."""
-        return any(site.constants["has_shift"] for site in self._equation.sites)
+        return any(isinstance(site, ScaleAndShiftUse) and site.has_shift for site in self.sites)
 
 
 class BatchGradientBlock(CurvatureBlock):
@@ -279,7 +279,7 @@ class BatchGradientBlock(CurvatureBlock):
 
     sums_batch = True
 
-    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
         del sites
         return False
 
@@ -287,12 +287,12 @@ class BatchGradientBlock(CurvatureBlock):
     def remarks(self) -> tuple[str, ...]:
         return ("only the gradient of all examples together is known: estimates are noisy",)
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         return _total_gradient(site, sites, self.dtype)
 
     def total_gradient(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite]
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse]
     ) -> list[Array]:
         """The gradient of all examples and sites, in the shapes of the parameters."""
         if "gradient" in statistics:
@@ -301,7 +301,7 @@ class BatchGradientBlock(CurvatureBlock):
         return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
 
 
-def _total_gradient(site: LayerSite, sites: Sequence[LayerSite], dtype: jnp.dtype) -> Statistics:
+def _total_gradient(site: LayerUse, sites: Sequence[LayerUse], dtype: jnp.dtype) -> Statistics:
     """The gradient of all examples, as the function has the parameters or as the site does.
 
     Of a layer of the user's own it is not computed here: the pass itself has it.

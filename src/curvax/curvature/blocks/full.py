@@ -24,7 +24,6 @@ from curvax.curvature.blocks.example_gradients import (
     gradient_statistics,
     gradient_terms,
 )
-from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.blocks.settings import get_default_eigen_decomposition_threshold
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import (
@@ -35,6 +34,7 @@ from curvax.curvature.linalg.psd import (
     spectral_power,
 )
 from curvax.curvature.linalg.tasks import Eigenvectors, Power
+from curvax.layers.use import LayerUse
 
 __all__ = [
     "Conv2DFull",
@@ -132,7 +132,7 @@ class Full(ExampleGradientBlock):
     def averages(self, state: Any) -> Sequence[Any]:
         return (state.matrix,)
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         self.check_examples(sites)
         return gradient_statistics(
@@ -140,13 +140,13 @@ class Full(ExampleGradientBlock):
         )
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         return {"products": gradient_terms(statistics, sites, products_of_gradients, on_whole=True)}
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del sites
         return [terms["products"] / batch_size]
@@ -243,7 +243,7 @@ class NaiveFull(BatchGradientBlock, Full):
     """
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         flat = self.flattened(self.total_gradient(statistics, sites))

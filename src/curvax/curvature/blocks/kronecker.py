@@ -38,13 +38,13 @@ from curvax.curvature.blocks.base import (
     Statistics,
     power_key,
 )
-from curvax.curvature.blocks.layer import LayerSite
 from curvax.curvature.linalg.kronecker import DenseSide, DiagonalSide, Kronecker, Side
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import per_matrix
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
+from curvax.layers.use import ConvolutionUse, EmbeddingUse, LayerUse
 
 __all__ = [
     "Conv2DTwoKroneckerFactored",
@@ -69,28 +69,28 @@ __all__ = [
 # Both factors of a layer's curvature.
 
 
-def matrix_shape(site: LayerSite) -> tuple[tuple[int, ...], int, int]:
+def matrix_shape(site: LayerUse) -> tuple[tuple[int, ...], int, int]:
     """Heads or groups, the number of inputs (with the bias), and that of outputs."""
     weight = site.slice_shapes[0]
     bias = int(len(site.slice_shapes) > 1)
-    if site.is_conv:
+    if isinstance(site, ConvolutionUse):
         geometry = geometry_of(site)
         size = geometry.patch_size(site.input.shape)
         groups, out = geometry.num_groups, _out_channels(site)
         heads = (groups,) if groups > 1 else ()
         return heads, size + bias, out // groups
-    if site.kind == "embedding_tag":
+    if isinstance(site, EmbeddingUse):
         return (), weight[0] + bias, math.prod(weight[1:])
     return weight[:-2], weight[-2] + bias, weight[-1]
 
 
-def matrix_of_params(site: LayerSite, params: Sequence[Array]) -> Array:
+def matrix_of_params(site: LayerUse, params: Sequence[Array]) -> Array:
     """Parameters as the function has them, as (*stack, *heads, inputs, outputs)."""
     weight, *rest = site.take(params)
     heads, inputs, outputs = matrix_shape(site)
     front = weight.shape[: len(site.stack)]
     size = inputs - len(rest)
-    if site.is_conv:
+    if isinstance(site, ConvolutionUse):
         kernel = jnp.moveaxis(weight, _kernel_axes(site, weight.ndim), range(-len(_order(site)), 0))
         if heads:
             kernel = kernel.reshape(*front, size, *heads, outputs)
@@ -103,14 +103,14 @@ def matrix_of_params(site: LayerSite, params: Sequence[Array]) -> Array:
     return jnp.concatenate([weight, rest[0].reshape(*front, *heads, 1, outputs)], axis=-2)
 
 
-def params_of_matrix(site: LayerSite, matrix: Array) -> list[Array]:
+def params_of_matrix(site: LayerUse, matrix: Array) -> list[Array]:
     """What `matrix_of_params` made of parameters, back."""
     heads, _, _ = matrix_shape(site)
     front = matrix.shape[: len(site.stack)]
     has_bias = len(site.slice_shapes) > 1
     weight = matrix[..., :-1, :] if has_bias else matrix
     shape = site.slice_shapes[0]
-    if site.is_conv:
+    if isinstance(site, ConvolutionUse):
         ordered = [shape[axis] for axis in _order(site)]
         if heads:
             weight = jnp.swapaxes(weight, -3, -2)
@@ -122,10 +122,10 @@ def params_of_matrix(site: LayerSite, matrix: Array) -> list[Array]:
     return site.put(taken)
 
 
-def num_rows(site: LayerSite) -> int:
+def num_rows(site: LayerUse) -> int:
     """At how many positions the same weights are applied, over all steps that share them."""
-    if site.is_conv:
-        numbers = site.convolution["dimension_numbers"]
+    if isinstance(site, ConvolutionUse):
+        numbers = site.dimension_numbers
         shape = site.output.shape
         count = math.prod(shape[axis] for axis in (numbers.out_spec[0], *numbers.out_spec[2:]))
         return count * site.repeats
@@ -133,14 +133,14 @@ def num_rows(site: LayerSite) -> int:
     return math.prod(site.output.shape) // max(math.prod(heads) * outputs, 1) * site.repeats
 
 
-def input_moment(site: LayerSite, side: Side, x: Array, dtype: Any) -> Array:
+def input_moment(site: LayerUse, side: Side, x: Array, dtype: Any) -> Array:
     """The sum over positions, in one step, of outer products of rows."""
     has_bias = len(site.slice_shapes) > 1
-    if site.kind == "embedding_tag":
+    if isinstance(site, EmbeddingUse):
         counts = jnp.zeros((site.slice_shapes[0][0],), dtype)
         return side.of_diagonal(counts.at[x.reshape(-1)].add(1, mode="drop"))
     x = x.astype(dtype)
-    if not site.is_conv:
+    if not isinstance(site, ConvolutionUse):
         rows = _rows(site, x)
         if has_bias:
             rows = jnp.concatenate([rows, jnp.ones_like(rows[..., :1])], -1)
@@ -155,21 +155,21 @@ def input_moment(site: LayerSite, side: Side, x: Array, dtype: Any) -> Array:
     return _bordered(side, moment, sums, count) if has_bias else moment
 
 
-def output_moment(site: LayerSite, side: Side, cotangent: Array, dtype: Any) -> Array:
+def output_moment(site: LayerUse, side: Side, cotangent: Array, dtype: Any) -> Array:
     """The sum over positions, in one step, of outer products of cotangents."""
     return side.of_rows(_output_rows(site, cotangent.astype(dtype)))
 
 
-def input_sums(site: LayerSite, x: Array, dtype: Any) -> Array:
+def input_sums(site: LayerUse, x: Array, dtype: Any) -> Array:
     """The sum over the positions of each example of its rows: (*heads, examples, inputs)."""
-    if site.kind == "embedding_tag":
+    if isinstance(site, EmbeddingUse):
         table = site.slice_shapes[0][0]
         indices = site.by_example(x, False)
         indices = indices.reshape(indices.shape[0], -1)
         zeros = jnp.zeros((indices.shape[0], table), dtype)
         return zeros.at[jnp.arange(indices.shape[0])[:, None], indices].add(1, mode="drop")
     x = x.astype(dtype)
-    if site.is_conv:
+    if isinstance(site, ConvolutionUse):
         sums = jnp.sum(extract_patches(x, geometry_of(site)), -2)
         count = math.prod(site.output.shape) // max(sums.shape[-2] * _out_channels(site), 1)
     else:
@@ -180,16 +180,16 @@ def input_sums(site: LayerSite, x: Array, dtype: Any) -> Array:
     return jnp.concatenate([sums, jnp.full_like(sums[..., :1], count)], -1)
 
 
-def output_sums(site: LayerSite, cotangent: Array, dtype: Any) -> Array:
+def output_sums(site: LayerUse, cotangent: Array, dtype: Any) -> Array:
     """The sum over the positions of each example of its cotangents."""
     rows = _output_rows(site, cotangent.astype(dtype))
-    if site.is_conv:
-        number = site.output.shape[site.convolution["dimension_numbers"].out_spec[0]]
+    if isinstance(site, ConvolutionUse):
+        number = site.output.shape[site.dimension_numbers.out_spec[0]]
         return jnp.sum(rows.reshape(*rows.shape[:-2], number, -1, rows.shape[-1]), -2)
     return jnp.sum(_examples_of_rows(site, rows), -2)
 
 
-def geometry_of(site: LayerSite) -> ConvGeometry:
+def geometry_of(site: ConvolutionUse) -> ConvGeometry:
     """The geometry of a convolution."""
     settings = site.convolution
     numbers = settings["dimension_numbers"]
@@ -197,7 +197,7 @@ def geometry_of(site: LayerSite) -> ConvGeometry:
     return ConvGeometry.of(kernel, **settings)
 
 
-def _rows(site: LayerSite, x: Array) -> Array:
+def _rows(site: LayerUse, x: Array) -> Array:
     """Inputs as (*heads, positions, inputs)."""
     heads, inputs, _ = matrix_shape(site)
     inputs -= len(site.slice_shapes) - 1
@@ -205,23 +205,21 @@ def _rows(site: LayerSite, x: Array) -> Array:
     return jnp.moveaxis(rows, 0, -2)
 
 
-def _output_rows(site: LayerSite, cotangent: Array) -> Array:
+def _output_rows(site: LayerUse, cotangent: Array) -> Array:
     """Cotangents as (*heads, positions, outputs)."""
     heads, _, outputs = matrix_shape(site)
-    if site.is_conv:
-        out = site.convolution["dimension_numbers"].out_spec
+    if isinstance(site, ConvolutionUse):
+        out = site.dimension_numbers.out_spec
         cotangent = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))
     return jnp.moveaxis(cotangent.reshape(-1, *heads, outputs), 0, -2)
 
 
-def _examples_of_rows(site: LayerSite, rows: Array) -> Array:
+def _examples_of_rows(site: LayerUse, rows: Array) -> Array:
     """Rows as (*heads, examples, positions of each, features)."""
     *heads, _, features = rows.shape
     if not site.is_arranged or site.num_examples is None:
         return rows.reshape(*heads, site.num_counted, -1, features)
-    before, number, after = site.examples.before, site.examples.number, site.examples.after
-    split = rows.reshape(*heads, before, number, after, features)
-    return jnp.swapaxes(split, -4, -3).reshape(*heads, number, before * after, features)
+    return site.split_examples(rows, len(heads))
 
 
 def _patch_sums(x: Array, geometry: ConvGeometry) -> Array:
@@ -243,17 +241,17 @@ def _bordered(side: Side, moment: Array, sums: Array | None, count: int) -> Arra
     return jnp.concatenate([above, below], -2)
 
 
-def _out_channels(site: LayerSite) -> int:
-    return site.slice_shapes[0][site.convolution["dimension_numbers"].rhs_spec[0]]
+def _out_channels(site: ConvolutionUse) -> int:
+    return site.slice_shapes[0][site.dimension_numbers.rhs_spec[0]]
 
 
-def _order(site: LayerSite) -> tuple[int, ...]:
+def _order(site: ConvolutionUse) -> tuple[int, ...]:
     """The axes of a kernel, in the order of a patch: spatial ones, channels in, channels out."""
-    out, channels, *spatial = site.convolution["dimension_numbers"].rhs_spec
+    out, channels, *spatial = site.dimension_numbers.rhs_spec
     return (*spatial, channels, out)
 
 
-def _kernel_axes(site: LayerSite, ndim: int) -> tuple[int, ...]:
+def _kernel_axes(site: ConvolutionUse, ndim: int) -> tuple[int, ...]:
     front = ndim - len(_order(site))
     return tuple(front + axis for axis in _order(site))
 
@@ -311,7 +309,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         first = self._equation.sites[0]
         heads, inputs, outputs = matrix_shape(first)
         stack = (*first.stack, *heads)
-        indexed = {self._is_swapped(s) for s in self._equation.sites if s.kind == "embedding_tag"}
+        indexed = {self._is_swapped(s) for s in self._equation.sites if isinstance(s, EmbeddingUse)}
         self._kronecker = Kronecker(
             _side(inputs, stack, inputs > max_factor_size or False in indexed),
             _side(outputs, stack, outputs > max_factor_size or True in indexed),
@@ -383,7 +381,7 @@ class TwoKroneckerFactored(CurvatureBlock):
     def averages(self, state: Any) -> Sequence[Any]:
         return state.inputs_factor, state.outputs_factor
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         role, dtype = self._role(site), self.dtype
         if self._reduces(sites):
@@ -398,7 +396,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         }
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         if not self._reduces(sites):
@@ -411,7 +409,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         return found
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         pairs = []
         for role in self._roles(sites):
@@ -488,29 +486,28 @@ class TwoKroneckerFactored(CurvatureBlock):
     def _values(self, state: Any) -> tuple[Array, Array]:
         return state.inputs_factor.value, state.outputs_factor.value
 
-    def _reduces(self, sites: Sequence[LayerSite]) -> bool:
+    def _reduces(self, sites: Sequence[LayerUse]) -> bool:
         """Whether sums over the positions of each example are taken first."""
         counts = {(site.num_examples, site.examples.first) for site in sites}
         is_known = len(counts) == 1 and not any(site.examples.unknown for site in sites)
         in_loop = any(any(site.example_loops) for site in sites)
         return self._weight_sharing == "reduce" and is_known and not in_loop
 
-    def needs_examples(self, sites: Sequence[LayerSite]) -> bool:
+    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
         return self._reduces(sites)
 
-    def _is_swapped(self, site: LayerSite) -> bool:
+    def _is_swapped(self, site: LayerUse) -> bool:
         """Whether the weights are used the other way round than at the first place."""
-        layouts = lambda s: (s.constants.get("layouts") or (None,))[0]
         first = self._equation.sites[0]
-        return not site.is_conv and layouts(site) != layouts(first)
+        return not site.is_conv and site.params[0].arrangement != first.params[0].arrangement
 
-    def _role(self, site: LayerSite) -> str:
+    def _role(self, site: LayerUse) -> str:
         return " swapped" if self._is_swapped(site) else ""
 
-    def _roles(self, sites: Sequence[LayerSite]) -> list[str]:
+    def _roles(self, sites: Sequence[LayerUse]) -> list[str]:
         return list(dict.fromkeys(self._role(site) for site in sites))
 
-    def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
+    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
         return len(self._roles(sites)) <= 1
 
     def _sides(self, role: str) -> tuple[Side, Side]:
@@ -638,16 +635,15 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
     @property
     def weights_spatial_size(self) -> int:
         """The number of elements of the kernel in each channel."""
-        return geometry_of(self._equation.sites[0]).kernel_size
+        return geometry_of(self._first).kernel_size
 
     @property
     def num_locations(self) -> int:
         """The number of positions in an image that the kernel is applied at, at all places."""
         count = 0
         for site in self._equation.sites:
-            numbers = site.convolution["dimension_numbers"]
-            positions = math.prod(site.output.shape[axis] for axis in numbers.out_spec[2:])
-            count += positions * site.repeats
+            spatial = self._numbers.out_spec[2:]
+            count += math.prod(site.output.shape[axis] for axis in spatial) * site.repeats
         return count
 
     @property
@@ -662,8 +658,14 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
         return math.prod(heads) * outputs
 
     @property
+    def _first(self) -> ConvolutionUse:
+        first = self._equation.sites[0]
+        assert isinstance(first, ConvolutionUse)
+        return first
+
+    @property
     def _numbers(self) -> Any:
-        return self._equation.sites[0].convolution["dimension_numbers"]
+        return self._first.dimension_numbers
 
 
 class Conv2DTwoKroneckerFactored(ConvTwoKroneckerFactored):

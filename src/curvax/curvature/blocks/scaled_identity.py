@@ -14,7 +14,7 @@ from curvax.curvature.blocks.base import (
     Refresh,
     Statistics,
 )
-from curvax.curvature.blocks.layer import LayerSite
+from curvax.layers.use import LayerUse
 
 __all__ = ["ScaledIdentity"]
 
@@ -44,19 +44,19 @@ class ScaledIdentity(CurvatureBlock):
         del state
         return ()
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del site, sites, state
         return {}
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         del state
         del statistics, sites
         return {}
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del terms, sites, batch_size
         return ()

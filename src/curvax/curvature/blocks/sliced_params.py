@@ -26,8 +26,9 @@ from curvax.curvature.blocks.base import (
     in_step,
 )
 from curvax.curvature.blocks.diagonal import ScaleAndShiftDiagonal
-from curvax.curvature.blocks.layer import LayerEquation, LayerSite
+from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.use import LayerUse
 
 __all__ = ["SlicedParams"]
 
@@ -103,7 +104,7 @@ class SlicedParams(CurvatureBlock):
         pairs = zip(self.parts, state.parts, strict=True)
         return [average for part, own in pairs for average in part.averages(own)]
 
-    def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
+    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         number = self._cuts.index(site.cuts)
         own = self._sites_of_part(sites)[number]
         (mine,) = [new for old, new in own if old is site]
@@ -112,7 +113,7 @@ class SlicedParams(CurvatureBlock):
         return {f"{name} of part {number}": statistic for name, statistic in found.items()}
 
     def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerSite], state: Any
+        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
     ) -> dict[str, PyTree]:
         found: dict[str, PyTree] = {}
         for number, (part, own) in enumerate(
@@ -125,7 +126,7 @@ class SlicedParams(CurvatureBlock):
         return found
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerSite], batch_size: ArrayLike
+        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         found: list[Array] = []
         for number, (part, own) in enumerate(
@@ -134,7 +135,7 @@ class SlicedParams(CurvatureBlock):
             found += part.estimate(_own(terms, number), [new for _, new in own], batch_size)
         return found
 
-    def has_linear_estimates(self, sites: Sequence[LayerSite]) -> bool:
+    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
         pairs = zip(self.parts, self._sites_of_part(sites), strict=True)
         return all(part.has_linear_estimates([new for _, new in own]) for part, own in pairs)
 
@@ -174,25 +175,14 @@ class SlicedParams(CurvatureBlock):
         return state
 
     def _equation_of(self, cuts: Any) -> LayerEquation:
-        sites = [_of_part(site) for site in self._equation.sites if site.cuts == cuts]
+        sites = [site.of_part() for site in self._equation.sites if site.cuts == cuts]
         return replace(self._equation, sites=tuple(sites))
 
-    def _sites_of_part(self, sites: Sequence[LayerSite]) -> list[list[tuple[LayerSite, LayerSite]]]:
+    def _sites_of_part(self, sites: Sequence[LayerUse]) -> list[list[tuple[LayerUse, LayerUse]]]:
         """For each part its places, as given and as its block sees them."""
         return [
-            [(site, _of_part(site)) for site in sites if site.cuts == cuts] for cuts in self._cuts
+            [(site, site.of_part()) for site in sites if site.cuts == cuts] for cuts in self._cuts
         ]
-
-
-def _of_part(site: LayerSite) -> LayerSite:
-    """A place of which the parameters are just the part that is used there."""
-    shapes = []
-    for shape, cuts in zip(site.param_shapes, site.cuts, strict=True):
-        sizes = list(shape)
-        for axis, start, stop in cuts:
-            sizes[axis] = stop - start
-        shapes.append(tuple(sizes))
-    return replace(site, param_shapes=tuple(shapes), cuts=())
 
 
 def _own(named: Mapping[str, PyTree], number: int) -> dict[str, PyTree]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["REARRANGED", "Arrangement", "Atom", "Axes"]
+__all__ = ["REARRANGED", "Arrangement", "Atom", "Axes", "Dims", "refined"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,30 @@ class Atom:
 
 
 Dims = tuple[tuple[Atom, ...], ...]
+"""The atoms of each axis of an array."""
+
+
+def refined(one: Sequence[Atom], other: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
+    """Split the atoms of two factorisations of one axis until they are of the same sizes.
+
+    Returns pairs of atoms, one of each factorisation, or None if the sizes do not divide.
+    """
+    left, right = list(one), list(other)
+    pairs: list[tuple[Atom, Atom]] = []
+    while left and right:
+        a, b = left.pop(0), right.pop(0)
+        size = min(a.size, b.size)
+        if not size or a.size % size or b.size % size:
+            return None
+        # The minor part is split further: the major part of both is of the same size.
+        if a.size > size:
+            a, rest = a.split(size)
+            left.insert(0, rest)
+        if b.size > size:
+            b, rest = b.split(size)
+            right.insert(0, rest)
+        pairs.append((a, b))
+    return None if left or right else pairs
 
 
 @dataclass(frozen=True)
@@ -192,12 +216,24 @@ class Arrangement:
         return x.reshape(self.parts).transpose(self.permutation).reshape(self.groups)
 
     def undo(self, x: Any) -> Any:
-        """What `apply` made, as it was."""
+        """Inverse of `apply`."""
         if self.is_trivial:
             return x
         moved = tuple(self.parts[axis] for axis in self.permutation)
         back = tuple(self.permutation.index(axis) for axis in range(len(self.parts)))
         return x.reshape(moved).transpose(back).reshape(self.shape)
+
+    def with_axes(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> "Arrangement":
+        """The same for arrays that have further axes of these sizes, which stay where they are."""
+        first, last = tuple(before), tuple(after)
+        skip, end = len(first), len(first) + len(self.parts)
+        moved = (skip + axis for axis in self.permutation)
+        return Arrangement(
+            (*first, *self.shape, *last),
+            (*first, *self.parts, *last),
+            (*range(skip), *moved, *range(end, end + len(last))),
+            (*first, *self.groups, *last),
+        )
 
 
 # Operations that only move the elements of an array about, and what they do to its axes.

@@ -15,12 +15,10 @@ from typing import Any
 
 from curvax.layers.detection.axes import REARRANGED, Atom, Axes, Dims
 from curvax.layers.detection.program import Node
+from curvax.layers.use import INTERACT, NOT_FOLLOWED
 
-__all__ = ["INTERACT", "NOT_FOLLOWED", "RULES", "Found", "Rows", "no_examples"]
+__all__ = ["RULES", "Found", "Rows", "no_examples"]
 
-
-INTERACT = "examples interact, by"
-NOT_FOLLOWED = "they cannot be followed through"
 
 _EXAMPLE = 0
 """The origin of the atoms that count examples; all other atoms have none."""
@@ -45,11 +43,13 @@ class Rows:
     loops: tuple[tuple[int, tuple[Atom, ...]], ...] = ()
 
     @classmethod
-    def along(cls, axis: int, shape: Sequence[int]) -> "Rows":
-        """All examples, along an axis of an array of that shape."""
-        dims = [*no_examples(shape)]
-        dims[axis] = (Atom(_EXAMPLE, 1, shape[axis]),) if shape[axis] > 1 else ()
-        return cls(shape[axis], 0, tuple(dims))
+    def along(cls, axes: Sequence[int], shape: Sequence[int]) -> "Rows":
+        """All examples, along axes of an array of that shape, the first of which is major."""
+        dims, stride = [*no_examples(shape)], 1
+        for axis in reversed(axes):
+            dims[axis] = (Atom(_EXAMPLE, stride, shape[axis]),) if shape[axis] > 1 else ()
+            stride *= shape[axis]
+        return cls(stride, 0, tuple(dims))
 
     @property
     def count(self) -> int:
@@ -60,9 +60,10 @@ class Rows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether its examples are in order along loops, outermost first, and then its axes."""
+        """Whether its examples are in order along loops, outermost first, and then in a step."""
         taken = [atom for _, atoms in self.loops for atom in atoms]
         inside = [atom for dim in self.dims for atom in dim if atom.origin is not None]
+        inside.sort(key=lambda atom: -atom.stride)
         return _tidy([*taken, *inside]) in ((), (Atom(_EXAMPLE, 1, self.count),))
 
     @property
@@ -269,7 +270,8 @@ def _concatenate(node: Node, rows: Sequence[Rows | None]) -> Found:
     first = known[0]
     if any(own.has_examples(axis) or own.start != first.start for own in known):
         if len(known) < len(rows) or not all(own.is_whole(axis) for own in known):
-            return INTERACT if len(known) > 1 else NOT_FOLLOWED
+            merged = any(not own.is_whole(axis) for own in known if own.has_examples(axis))
+            return NOT_FOLLOWED if merged or len(known) == 1 else INTERACT
         stops = [own.start + own.count for own in known]
         in_order = all(s == own.start for s, own in zip(stops, known[1:], strict=False))
         if not in_order or len({own.total for own in known}) > 1:

@@ -1,224 +1,707 @@
-"""Which axes of which values have one entry for each example.
+"""Which examples the values of a program are about, and where these are.
 
-A function is traced a second time, with a batch twice as large: the axes that have grown are those.
-It is the only way that needs no knowledge of any operation. An argument that happens to have an
-axis of that size and is no batch lets the function fail, or do other things: then such arguments
-are left as they are, one at a time and two at a time; and at last parameters are made larger, too,
-that may have one entry for each example. Where nothing helps (the batch is closed over, or the
-function takes no other size), only the number of examples is known.
+The examples are the rows of the losses. It is assumed that arrays with an axis of as many elements
+have one of these for each example, and the examples are followed from there through the program:
+a rule for each primitive (`example_rules.py`) says which axes of its outputs they are along. An
+assumption is right if they arrive at the losses along the rows of these; otherwise some of the
+arrays are taken not to be about examples, and the rest is tried again. Which arrays are a batch by
+name or by intention does not matter: what is verified is that each row of a loss depends on one
+example alone.
 
-Where that batch is taken in other chunks (six examples in chunks of four leave two over, and twelve
-leave none), others are tried: three times as many, one more, one less.
+Only what depends on parameters matters for that: derivatives do not pass through anything else. So
+a mean over a batch of data is a constant, and integers are.
 """
 
+import copy
+import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
+import jax.numpy as jnp
+import numpy as np
 
-from curvax import _jax
-from curvax._types import Fun, PyTree
-from curvax.layers.detection.program import Node, Program, Variable, read
+from curvax import _cpu, _jax
+from curvax.layers.detection.axes import Arrangement, Atom, refined
+from curvax.layers.detection.example_rules import (
+    INTERACT,
+    NOT_FOLLOWED,
+    RULES,
+    Found,
+    Rows,
+    no_examples,
+)
+from curvax.layers.detection.program import Constant, Node, Operand, Program, Variable
+from curvax.layers.detection.sites import Site
+from curvax.layers.tags import LayerTag
+from curvax.layers.use import ExamplesAt
 from curvax.losses.tag import LossTag
 
-__all__ = ["UNKNOWN", "Examples", "find_examples", "find_interaction"]
+__all__ = ["Examples", "find_examples"]
 
 
-UNKNOWN = "examples unknown"
-"""How a remark begins on a layer of which it is not known which examples it is applied to."""
-
-_OtherSize = Callable[[int], int]
-_OTHER_SIZES: tuple[_OtherSize, ...] = (
-    lambda size: 2 * size,
-    lambda size: 3 * size,
-    lambda size: size + 1,
-    lambda size: max(size - 1, 1),
-)
-_MOST_TRACES = 8
-_MOST_LEFT = 2
+_SEVERAL_ROWS = "examples have several rows of a loss each"
+_MOST_TRIALS = 16
+_MOST_LEFT_OUT = 2
 
 
 @dataclass
 class Examples:
-    """The axes of each variable, and the loops, that have one entry or step for each example.
+    """Which examples the values of a program are about.
 
-    Loops are known by their outputs. Unless `is_known`, there are none of both.
+    Attributes:
+        batch_size: the least number of examples of any loss.
+        is_known: whether the examples were followed from the arguments to the losses, or to where
+            they interact.
+        rows: of each value that is about examples, as far as they could be followed.
+        loops: the loops whose steps are about different examples, by number.
+        problem: why one example does not stay apart from others, up to the losses; or "".
+        interaction: the operation by which examples interact, also where nothing depends on
+            parameters; or "".
+        lost: where examples could not be followed that do not depend on parameters; or "".
+        unmarked: how many losses there are that no examples arrive at.
     """
 
     batch_size: int = 1
-    """The least number of examples of any loss, or fewer if it is not known."""
     is_known: bool = False
-    grows_everywhere: bool = False
-    """Whether all axes and loops of examples are among these, and not only some."""
-    axes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
-    loops: set[Variable] = field(default_factory=set)
-    followed: Collection[Any] = ()
-    """Further values that are known to be about examples (`follow_examples`)."""
+    rows: dict[Operand, Rows] = field(default_factory=dict)
+    loops: dict[Node, int] = field(default_factory=dict)
+    problem: str = ""
+    interaction: str = ""
+    lost: str = ""
+    unmarked: int = 0
 
 
 def find_examples(
-    func: Fun, args: Sequence[PyTree], params_index: int, program: Program, losses: Sequence[Node]
+    program: Program,
+    params: Sequence[Variable],
+    losses: Sequence[Node],
+    reached: AbstractSet[Operand],
 ) -> Examples:
-    """Where the examples are in the program of a function."""
-    sizes = {size for node in losses if (size := _batch_size(node)) is not None}
-    batch_size = min(sizes, default=1)
-    for other_size in _OTHER_SIZES:
-        takes_more = False
-        for larger in _larger(args, params_index, sizes, other_size):
-            try:
-                other = read(jax.make_jaxpr(func)(*larger))
-            except Exception:  # noqa: BLE001  It is the user's function, which may refuse anyhow.
-                continue
-            takes_more = True
-            found = Examples(batch_size, True, other_size is _OTHER_SIZES[0])
-            if _compare(program, other, found) and _has_grown(losses, found):
-                return found
-        if not takes_more:
-            break
-    return Examples(_number_of_examples(args, params_index, batch_size))
+    """Find the examples in a program that has what its losses need.
 
-
-def _larger(
-    args: Sequence[PyTree], params_index: int, sizes: Collection[int], other_size: _OtherSize
-) -> Iterator[list[PyTree]]:
-    """The arguments with other numbers of examples: all data, all but a few, then everything."""
-    doubled = [jax.tree.map(lambda x: _resized(x, sizes, other_size), arg) for arg in args]
-    is_first = other_size is _OTHER_SIZES[0]
-    has_grown = [any(_place(x, sizes) is not None for x in jax.tree.leaves(arg)) for arg in args]
-    data = [k for k in range(len(args)) if has_grown[k] and k != params_index]
-    counts = range(min(_MOST_LEFT + 1, len(data)))
-    choices = itertools.chain(*(itertools.combinations(data, count) for count in counts))
-    for left in itertools.islice(choices, _MOST_TRACES if is_first else 1):
-        grown = set(data) - set(left)
-        yield [doubled[k] if k in grown else arg for k, arg in enumerate(args)]
-    if data and has_grown[params_index] and is_first:
-        yield doubled
-
-
-def _number_of_examples(args: Sequence[PyTree], params_index: int, batch_size: int) -> int:
-    """How many examples there are, if the predictions of one may be merged with those of others.
-
-    As those for all tokens of all sequences are, for a loss that has no axis for time.
+    `reached` are the values that the losses have a derivative in (`reached_from`).
     """
-    data = [x for k, arg in enumerate(args) if k != params_index for x in jax.tree.leaves(arg)]
-    sizes = [shape[0] for x in data if len(shape := jax.numpy.shape(x)) > 1 and shape[0] > 0]
-    return max((size for size in sizes if batch_size % size == 0), default=batch_size)
+    sizes = {size for node in losses if (size := _num_rows(node)) is not None}
+    batch_size = min(sizes, default=1)
+    smaller = _smaller_batch(program, params, batch_size)
+    found: list[Examples] = []
+    assumptions = _assumptions(program, params, sizes, smaller)
+    for rows in itertools.islice(assumptions, _MOST_TRIALS):
+        trial = Examples(batch_size, True, dict(rows))
+        walk = _Walk(trial, set(params), reached)
+        walk.walk(program)
+        if not trial.unmarked:
+            _Demand(trial, walk.dependent).walk(program)
+        if not trial.problem and not trial.unmarked:
+            return trial
+        found.append(trial)
+    arrived = [trial for trial in found if not trial.unmarked]
+    apart = [trial for trial in arrived if not trial.problem.startswith(INTERACT)]
+    likely = found[0]
+    interacting = [likely] if likely.problem.startswith(INTERACT) else []
+    unknown = Examples(smaller, lost=likely.problem or likely.lost)
+    return [*apart, *arrived, *interacting, unknown][0]
 
 
-def _batch_size(loss: Node) -> int | None:
-    """The number of examples of a loss, along the first axis of its predictions."""
+def _num_rows(loss: Node) -> int | None:
+    """The number of rows of a loss: the length of the first axis of its predictions."""
     shape = loss.inputs[0].shape
     return shape[0] if shape and shape[0] > 0 else None
 
 
-def _place(x: Any, sizes: Collection[int]) -> int | None:
-    """The first axis of an array that may be for examples."""
-    return next((k for k, size in enumerate(jax.numpy.shape(x)) if size in sizes), None)
+Assumption = Mapping[Operand, Rows]
 
 
-def _resized(x: Any, sizes: Collection[int], other_size: _OtherSize) -> Any:
-    """The type of an array with another number of examples, if it has an axis for these."""
-    place = _place(x, sizes)
-    if place is None:
-        return x
-    shape = list(jax.numpy.shape(x))
-    shape[place] = other_size(shape[place])
-    return _jax.resized(x, tuple(shape))
+def _assumptions(
+    program: Program, params: Sequence[Variable], sizes: AbstractSet[int], smaller: int
+) -> Iterator[Assumption]:
+    """Return assumptions on the arrays that are about examples, most likely ones first."""
+    data: list[Operand] = [v for v in program.inputs if v not in params]
+    nodes = list(program.all_nodes())
+    constants = dict.fromkeys(
+        x for node in nodes for x in node.inputs if isinstance(x, Constant) and x.shape
+    )
+    first = _along_axis(data, sizes, 0)
+    yield from _with_fewer(first)
+    for number in range(1, max((len(x.shape) for x in data), default=0)):
+        other = _along_axis(data, sizes, number)
+        if other:
+            yield {**first, **other}
+    closed_over = _along_axis(list(constants), sizes, 0)
+    if closed_over:
+        yield from _with_fewer({**closed_over, **first})
+    yield {**first, **_along_axis(params, sizes, 0)}
+    yield _along_leading_axes(data, sizes)  # Rows of losses for all positions of all examples.
+    yield _along_axis(data, {smaller}, 0)
 
 
-def _has_grown(losses: Sequence[Node], found: Examples) -> bool:
-    """Whether there are more examples for any loss. Else something else has grown."""
-    return bool(found.loops) or any(0 in found.axes.get(loss.inputs[0], ()) for loss in losses)
+def _with_fewer(rows: dict[Operand, Rows]) -> Iterator[Assumption]:
+    """Assume all of these, all but one, and all but two."""
+    for count in range(min(_MOST_LEFT_OUT + 1, max(len(rows), 1))):
+        for left_out in itertools.combinations(reversed(rows), count):
+            yield {x: own for x, own in rows.items() if x not in left_out}
 
 
-def _compare(one: Program, twice: Program, found: Examples) -> bool:
-    """Note which axes have grown. Returns whether both programs do the same."""
-    if len(one.nodes) != len(twice.nodes) or not _same_axes(one.inputs, twice.inputs, found):
-        return False
-    return all(_compare_nodes(*pair, found) for pair in zip(one.nodes, twice.nodes, strict=True))
+def _along_axis(
+    operands: Sequence[Operand], sizes: AbstractSet[int], number: int
+) -> dict[Operand, Rows]:
+    """Take an axis of a suitable length, the first or a later one, to be that of examples."""
+    found: dict[Operand, Rows] = {}
+    for operand in operands:
+        axes = [axis for axis, size in enumerate(operand.shape) if size in sizes]
+        if number < len(axes):
+            found[operand] = Rows.along((axes[number],), operand.shape)
+    return found
 
 
-def _compare_nodes(one: Node, twice: Node, found: Examples) -> bool:
-    if one.name != twice.name or not _same_axes(one.outputs, twice.outputs, found):
-        return False
-    if one.kind == "scan":
-        lengths = [_jax.ScanForm.of(node.equation).length for node in (one, twice)]
-        if lengths[0] != lengths[1]:
-            found.loops.update(one.outputs)
-    if one.body is None or twice.body is None:
-        return one.body is twice.body
-    return _compare(one.body, twice.body, found)
+def _along_leading_axes(
+    operands: Sequence[Operand], sizes: AbstractSet[int]
+) -> dict[Operand, Rows]:
+    """Take leading axes with a suitable number of elements to be those of examples."""
+    found: dict[Operand, Rows] = {}
+    for operand in operands:
+        for number in range(1, len(operand.shape) + 1):
+            if math.prod(operand.shape[:number]) in sizes:
+                found[operand] = Rows.along(range(number), operand.shape)
+                break
+    return found
 
 
-def _same_axes(one: Sequence[Variable], twice: Sequence[Variable], found: Examples) -> bool:
-    if len(one) != len(twice):
-        return False
-    for mine, theirs in zip(one, twice, strict=True):
-        if len(mine.shape) != len(theirs.shape):
-            return False
-        pairs = enumerate(zip(mine.shape, theirs.shape, strict=True))
-        grown = tuple(axis for axis, (size, larger) in pairs if size != larger)
-        if grown:
-            found.axes[mine] = grown
-    return True
+def _smaller_batch(program: Program, params: Sequence[Variable], batch_size: int) -> int:
+    """Return the number of examples if a loss may have rows for each of their positions.
+
+    As one has for all tokens of all sequences, if these are merged into one axis.
+    """
+    shapes = [v.shape for v in program.inputs if v not in params and len(v.shape) > 1]
+    sizes = [shape[0] for shape in shapes if shape[0] > 0]
+    return max((size for size in sizes if batch_size % size == 0), default=batch_size)
 
 
-# Whether the examples of a batch interact: whether what is computed for one depends on others.
-#
-# It does where something that depends on examples has no axis for them any more and is still needed
-# for the losses, as a mean over the batch; or has two of them, as the distances of all pairs; or
-# where a loop over examples hands something on from one to the next. What re-orders examples is not
-# noticed.
+@dataclass
+class _Walk:
+    found: Examples
+    dependent: set[Operand]
+    """What depends on parameters, and the losses have a derivative in."""
+    reached: AbstractSet[Operand]
+    numbers: dict[Operand, np.ndarray] = field(default_factory=dict)
+    """Integers that are known; in a loop, one for each of its steps."""
+    loop: Node | None = None
+    """The innermost loop around."""
+    around: tuple[Node, ...] = ()
 
-
-def find_interaction(program: Program, examples: Examples) -> str | None:
-    """The first operation by which examples interact; None if none is found."""
-    if not examples.grows_everywhere:
-        return None
-    return _Search(examples).walk(program, {v for v in program.inputs if v in examples.axes})
-
-
-class _Search:
-    def __init__(self, examples: Examples) -> None:
-        self._examples = examples
-        self._dependent: set[Variable] = set()
-
-    def walk(self, program: Program, dependent: Collection[Variable]) -> str | None:
-        """Go through a program, some of whose inputs depend on examples."""
-        self._dependent.update(dependent)
+    def walk(self, program: Program) -> None:
         for node in program.nodes:
-            if isinstance(node.equation.primitive, LossTag):
+            self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        if node.kind == "scan":
+            self._scan(node)
+            return
+        if node.body is not None:
+            self._enter(node, node.body)
+            return
+        if any(operand in self.dependent for operand in node.inputs):
+            self.dependent.update(out for out in node.outputs if out in self.reached)
+        if isinstance(node.equation.primitive, LossTag):
+            self._check_loss(node)
+        self._count(node)
+        rows = self._rows_of(node.inputs)
+        if any(own is not None for own in rows):
+            self._set(node, self._apply(node, rows))
+
+    def _rows_of(self, operands: Sequence[Operand]) -> list[Rows | None]:
+        """The examples of each operand; of those alone that have derivatives, if some have."""
+        known = self.found.rows
+        some = any(x in self.dependent and x in known for x in operands)
+        return [known.get(x) if not some or x in self.dependent else None for x in operands]
+
+    def _set(self, node: Node, found: Found) -> None:
+        if isinstance(found, str):
+            self._lose(node, found, node.inputs, node.outputs)
+            return
+        for variable, own in zip(node.outputs, found, strict=True):
+            self._know(variable, own)
+
+    def _know(self, variable: Variable, own: Rows | None) -> None:
+        if own is None:  # It may have been thought to be about some, in a loop's first step.
+            self.found.rows.pop(variable, None)
+        else:
+            self.found.rows[variable] = own
+
+    def _lose(
+        self, node: Node, why: str, inputs: Sequence[Operand], outputs: Sequence[Variable]
+    ) -> None:
+        """Note that examples are lost. That is harmless if no derivative passes through there."""
+        text = f"{why} `{node.name}`"
+        self.found.lost = self.found.lost or text
+        if why == INTERACT:
+            self.found.interaction = self.found.interaction or node.name
+        passes = any(x in self.dependent and x in self.found.rows for x in inputs)
+        if passes and any(out in self.dependent for out in outputs):
+            self.found.problem = self.found.problem or text
+        for variable in outputs:
+            self._know(variable, None)
+
+    def _apply(self, node: Node, rows: Sequence[Rows | None]) -> Found:
+        if isinstance(node.equation.primitive, LayerTag | LossTag):
+            return list(rows[: len(node.outputs)])
+        if node.name in ("gather", "dynamic_slice"):
+            read = self._read(node, rows[0])
+            if read is not None:
+                return [read]
+        if node.name == "dynamic_update_slice":
+            written = self._written(node, rows)
+            if written is not None:
+                return [written]
+        rule = RULES.get(node.name)
+        return NOT_FOLLOWED if rule is None else rule(node, rows)
+
+    def _enter(self, node: Node, body: Program) -> None:
+        for inner, outer in zip(body.inputs, node.inputs, strict=True):
+            self._alias(inner, outer)
+        self.walk(body)
+        for outer, inner in zip(node.outputs, body.outputs, strict=True):
+            self._alias(outer, inner)
+
+    def _alias(self, variable: Variable, operand: Operand) -> None:
+        rows = self.found.rows
+        self._know(variable, rows.get(operand))
+        if operand in self.dependent:
+            self.dependent.add(variable)
+        number = self._number(operand)
+        if number is not None:
+            self.numbers[variable] = number
+
+    # Loops.
+
+    def _scan(self, node: Node) -> None:
+        assert node.body is not None
+        form = _jax.ScanForm.of(node.equation)
+        body, cut = node.body, form.num_consts + form.num_carry
+        for inner, outer in zip(body.inputs[: form.num_consts], node.inputs, strict=False):
+            self._alias(inner, outer)
+        self._take(node, body.inputs[cut:], node.inputs[cut:], form.length)
+        carried = list(zip(body.inputs[form.num_consts : cut], body.outputs, strict=False))
+        starts = node.inputs[form.num_consts : cut]
+        for (inner, _), outer in zip(carried, starts, strict=True):
+            self._alias(inner, outer)
+            self.numbers.pop(inner, None)
+        inside = replace(
+            self,
+            numbers={x: n for x, n in self.numbers.items() if n.ndim == 0},
+            loop=node,
+            around=(*self.around, node),
+        )
+        if not form.reverse:
+            begin = [self._number(x) for x in starts]
+            inside.numbers |= inside._counters(body, carried, begin, form.length)
+        before = copy.copy(self.found)
+        while True:
+            self.found.problem, self.found.lost = before.problem, before.lost
+            self.found.interaction, self.found.unmarked = before.interaction, before.unmarked
+            inside.walk(body)
+            is_new = [self._hand_on(node, *pair) for pair in carried]
+            if not any(is_new):
+                break
+        for number, (outer, inner) in enumerate(zip(node.outputs, body.outputs, strict=True)):
+            if inner in self.dependent:
+                self.dependent.add(outer)
+            if number < form.num_carry:
+                self._alias(outer, carried[number][0])
+                self._last_number(outer, inside.numbers.get(inner))
                 continue
-            if not any(operand in self._dependent for operand in node.inputs):
+            rows = self.found.rows
+            own = rows.get(inner)
+            self._know(outer, None if own is None else self._stacked(node, own, form.length))
+
+    def _take(
+        self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand], length: int
+    ) -> None:
+        """What a loop takes one element of in each step."""
+        rows = self.found.rows
+        taken = None
+        for element, array in zip(elements, arrays, strict=True):
+            if array in self.dependent:
+                self.dependent.add(element)
+            own = rows.get(array)
+            if own is None:
+                self._know(element, None)
                 continue
-            found = self._enter(node) if node.body is not None else None
-            if found is not None:
-                return found
-            outputs = self._outputs(node)
-            self._dependent.update(outputs)
-            if any(len(self._examples.axes.get(out, ())) != 1 for out in outputs):
-                return node.name
+            first, *rest = own.dims
+            if not own.has_examples(0):
+                self.found.rows[element] = own.with_dims(rest)
+            elif own.has_only_examples(0) and len(first) == 1 and taken in (None, first):
+                taken = first
+                number = self._number_of(loop)
+                self.found.rows[element] = replace(
+                    own, dims=tuple(rest), loops=(*own.loops, (number, first))
+                )
+            else:
+                self._lose(loop, NOT_FOLLOWED, [array], [element])
+
+    def _number_of(self, loop: Node) -> int:
+        return self.found.loops.setdefault(loop, len(self.found.loops))
+
+    def _hand_on(self, loop: Node, taken: Variable, given: Operand) -> bool:
+        """Let the next step take what a step gives it. Returns whether that is new."""
+        rows = self.found.rows
+        new_derivative = given in self.dependent and taken not in self.dependent
+        if new_derivative:
+            self.dependent.add(taken)
+        own, before = rows.get(given), rows.get(taken)
+        if own is None or own == before:
+            return new_derivative
+        from_example_to_example = self.found.loops.get(loop) in dict(own.loops)
+        if from_example_to_example or before is not None:
+            self.found.interaction = self.found.interaction or loop.name
+            if given in self.dependent:
+                self.found.problem = self.found.problem or f"{INTERACT} `{loop.name}`"
+            return new_derivative
+        self.found.rows[taken] = own
+        return True
+
+    def _stacked(self, loop: Node, own: Rows, length: int) -> Rows:
+        """What a loop returns of all steps, from what each has."""
+        number = self.found.loops.get(loop)
+        taken = dict(own.loops).get(number) if number is not None else None
+        if taken is None:
+            return own.with_dims([no_examples((length,))[0], *own.dims])
+        left = tuple(each for each in own.loops if each[0] != number)
+        return replace(own, loops=left).with_dims([taken, *own.dims])
+
+    # Chunks that are read from an array and written to one, at places that a loop counts.
+
+    def _read(self, node: Node, own: Rows | None) -> Rows | None:
+        """Some examples after each other, cut out of an array that has all of them."""
+        if own is None:
+            return None
+        sizes, shape = node.params["slice_sizes"], node.inputs[0].shape
+        cut = [k for k, size in enumerate(sizes) if size != shape[k]]
+        if len(cut) != 1 or not own.is_whole(cut[0]):
+            return None
+        (axis,) = cut
+        collapsed = False
+        if node.name == "gather":
+            numbers = node.params["dimension_numbers"]
+            if numbers.start_index_map != (axis,) or np.prod(node.inputs[1].shape) != 1:
+                return None
+            collapsed = numbers.collapsed_slice_dims == (axis,)
+            start = self._number(node.inputs[1])
+        else:
+            start = self._number(node.inputs[1 + axis])
+        placed = self._placed(own, axis, start, sizes[axis])
+        if placed is None or len(node.outputs[0].shape) != len(shape) - collapsed:
+            return None
+        dims = [dim for k, dim in enumerate(placed.dims) if not (collapsed and k == axis)]
+        return placed.with_dims(dims)
+
+    def _placed(self, own: Rows, axis: int, start: Any, size: int) -> Rows | None:
+        """So many examples from a place on that is known, or that is the next in each step."""
+        if start is None or start.min() < 0 or start.max() + size > own.count:
+            return None
+        if start.ndim == 0:
+            return own.part(axis, int(start), size)
+        steps = len(start)
+        if self.loop is None or np.any(start != start[0] + size * np.arange(steps)):
+            return None
+        part = own.part(axis, int(start[0]), size)
+        taken = (Atom(0, size, steps),) if steps > 1 else ()
+        return replace(part, loops=(*part.loops, (self._number_of(self.loop), taken)))
+
+    def _written(self, node: Node, rows: Sequence[Rows | None]) -> Rows | None:
+        """An array of all examples, into which some were written at their places."""
+        buffer, own = rows[:2]
+        if own is None:
+            return None
+        shape, of_update = node.outputs[0].shape, node.inputs[1].shape
+        cut = [k for k in range(len(shape)) if shape[k] != of_update[k]]
+        if len(cut) != 1 or shape[cut[0]] != own.total:
+            return None
+        (axis,) = cut
+        dims = [*no_examples(shape)]
+        for k in own.axes:
+            if k != axis:
+                return None
+        dims[axis] = (Atom(0, 1, own.total),)
+        whole = Rows(own.total, 0, tuple(dims))
+        start = self._number(node.inputs[2 + axis])
+        if self._placed(whole, axis, start, of_update[axis]) != own:
+            return None
+        return whole if buffer in (None, whole) else None
+
+    # Integers.
+
+    def _number(self, operand: Operand) -> np.ndarray | None:
+        if not isinstance(operand, Constant):
+            return self.numbers.get(operand)
+        value = operand.value
+        if _jax.is_tracer(value) or np.size(value) != 1:
+            return None
+        is_integer = jnp.issubdtype(jnp.result_type(value), jnp.integer)
+        return np.asarray(value).reshape(()) if is_integer else None
+
+    def _last_number(self, variable: Variable, numbers: np.ndarray | None) -> None:
+        if numbers is not None and numbers.ndim:
+            self.numbers[variable] = np.asarray(numbers[-1])
+
+    def _count(self, node: Node) -> None:
+        """Compute an integer, if it is computed from such that are known."""
+        if node.name == "eq" and any(map(_is_special, node.inputs)):
+            # The zero that chunks wait for, so that they are computed one after the other.
+            self.numbers[node.outputs[0]] = np.asarray(False)
+            return
+        operation = _INTEGERS.get(node.name)
+        if operation is None or any(np.prod(out.shape) != 1 for out in node.outputs):
+            return
+        values = [self._number(operand) for operand in node.inputs]
+        if values and all(value is not None for value in values):
+            self.numbers[node.outputs[0]] = np.asarray(operation(*values))
+
+    def _counters(
+        self,
+        body: Program,
+        carried: Sequence[tuple[Variable, Operand]],
+        starts: Sequence[np.ndarray | None],
+        length: int,
+    ) -> dict[Operand, np.ndarray]:
+        """What a loop carries along that is an integer, larger by as much after each step."""
+        found: dict[Operand, np.ndarray] = {}
+        for (taken, given), start in zip(carried, starts, strict=True):
+            if start is None or start.ndim or not length:
+                continue
+            after = self._evaluated(body, taken, start, given)
+            if after is None or after.ndim:
+                continue
+            numbers = np.asarray(start + (after - start) * np.arange(length))
+            again = self._evaluated(body, taken, numbers, given)
+            if again is not None and np.array_equal(again, numbers + (after - start)):
+                found[taken] = numbers
+        return found
+
+    def _evaluated(
+        self, body: Program, known: Variable, number: np.ndarray, wanted: Operand
+    ) -> np.ndarray | None:
+        alone = replace(self, numbers={**self.numbers, known: number})
+        for node in body.nodes:
+            if node.body is None:
+                alone._count(node)
+        return alone._number(wanted)
+
+    def _check_loss(self, node: Node) -> None:
+        """Check that a loss that depends on parameters has one row for each example."""
+        operand = node.inputs[0]
+        if operand not in self.dependent:
+            return
+        own = self.found.rows.get(operand)
+        if own is None:
+            self.found.unmarked += int(_num_rows(node) != 1)
+            return
+        if own.total == 1:
+            return
+        mapped = sum(level[0] for level in node.params["stacked"])
+        least = max(node.equation.primitive.least_axes, 2 if node.params["stacked"] else 1)
+        front = mapped + (1 if len(own.dims) - mapped >= least else 0)
+        of_examples = all(not own.dims[k] or own.has_only_examples(k) for k in range(front))
+        numbers = {self.found.loops.get(loop) for loop in self.around}
+        outside = any(axis >= front for axis in own.axes)
+        if outside or not of_examples or numbers != {number for number, _ in own.loops}:
+            self.found.problem = self.found.problem or _SEVERAL_ROWS
+
+
+@dataclass
+class _Demand:
+    """Follows examples back from where they are to values that are the same for all of them.
+
+    The cotangent of such a value may be about single examples: that of zeros which are the first
+    state of a recurrent network, say. It is if its examples, followed forward again, are those of
+    all that is computed from it.
+    """
+
+    found: Examples
+    dependent: set[Operand]
+    demanded: dict[Operand, set[Rows | None]] = field(default_factory=dict)
+
+    def walk(self, program: Program) -> None:
+        for node in reversed(program.nodes):
+            for variable in node.outputs:
+                self._decide(variable)
+            if node.body is None:
+                self._look_back(node)
+            elif node.kind == "scan":
+                form = _jax.ScanForm.of(node.equation)
+                kept = form.num_consts + form.num_carry
+                rows = [self.found.rows.get(v) for v in node.body.inputs[:kept]]
+                rows = [own if own is None or not own.loops else None for own in rows]
+                self._demand(node.inputs[:kept], rows)
+                self._demand(node.inputs[kept:], [None] * (len(node.inputs) - kept))
+            else:
+                for inner, outer in zip(node.body.outputs, node.outputs, strict=True):
+                    self._demand([inner], [self.found.rows.get(outer)])
+                self.walk(node.body)
+                for variable in node.body.inputs:
+                    self._decide(variable)
+                self._demand(node.inputs, [self.found.rows.get(v) for v in node.body.inputs])
+
+    def _decide(self, variable: Variable) -> None:
+        """Take what all that is computed from a value says of it."""
+        said = self.demanded.get(variable, set())
+        if variable not in self.found.rows and len(said) == 1:
+            (own,) = said
+            if own is not None:
+                self.found.rows[variable] = own
+
+    def _demand(self, operands: Sequence[Operand], rows: Sequence[Rows | None]) -> None:
+        for operand, own in zip(operands, rows, strict=True):
+            if operand in self.dependent and operand not in self.found.rows:
+                self.demanded.setdefault(operand, set()).add(own)
+
+    def _look_back(self, node: Node) -> None:
+        rows = [self.found.rows.get(x) if x in self.dependent else None for x in node.inputs]
+        outputs = [self.found.rows.get(x) for x in node.outputs if x in self.dependent]
+        for number, operand in enumerate(node.inputs):
+            if outputs and operand in self.dependent and rows[number] is None:
+                self._demand([operand], [self._before(node, number, rows, outputs)])
+
+    def _before(
+        self, node: Node, number: int, rows: Sequence[Rows | None], outputs: Sequence[Rows | None]
+    ) -> Rows | None:
+        """The examples that an operand is about, if the outputs are about these."""
+        rule, shape = RULES.get(node.name), node.inputs[number].shape
+        wanted = outputs[0]
+        if rule is None or wanted is None or wanted.loops or wanted.count != wanted.total:
+            return None
+        for axis in (axis for axis, size in enumerate(shape) if size == wanted.total):
+            own = Rows.along((axis,), shape)
+            given = [own if k == number else other for k, other in enumerate(rows)]
+            if rule(node, given) == [*outputs]:
+                return own
         return None
 
-    def _outputs(self, node: Node) -> list[Variable]:
-        """What a node puts out that depends on examples."""
-        if node.body is None or not self._examples.loops.isdisjoint(node.outputs):
-            return list(node.outputs)
-        pairs = zip(node.outputs, node.body.outputs, strict=True)
-        return [mine for mine, inner in pairs if inner in self._dependent]
 
-    def _enter(self, node: Node) -> str | None:
-        assert node.body is not None
-        pairs = zip(node.body.inputs, node.inputs, strict=True)
-        inner = {mine for mine, outer in pairs if outer in self._dependent}
-        if node.kind != "scan":
-            return self.walk(node.body, inner)
-        form = _jax.ScanForm.of(node.equation)
-        over_examples = not self._examples.loops.isdisjoint(node.outputs)
-        carried = node.body.inputs[form.num_consts : form.num_consts + form.num_carry]
-        if over_examples:
-            return "scan" if carried else None
-        # What is carried depends on examples if anything does, after a step.
-        return self.walk(node.body, {*inner, *(v for v in carried if v in self._examples.axes)})
+def _is_special(operand: Operand) -> bool:
+    return isinstance(operand, Constant) and _cpu.is_order_marker(operand.value)
+
+
+_same = lambda x: x
+_INTEGERS: dict[str, Any] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "lt": np.less,
+    "select_n": lambda which, no, yes: np.where(which, yes, no),
+    **dict.fromkeys(
+        ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "optimization_barrier"],
+        _same,
+    ),
+}
+"""Operations by which places in arrays are computed."""
+
+
+# Which examples a layer is applied to where it is used, and where they are there.
+
+_NOT_KNOWN = "no array has an axis of as many elements as a loss has rows"
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedExamples:
+    """What is known of the examples in a program, at the uses of its layers."""
+
+    program: Program
+    examples: Examples
+
+    def at_site(self, site: Site) -> ExamplesAt:
+        """Where a layer was found."""
+        rows = self._rows(site.output)
+        if isinstance(rows, str):
+            return self._unknown(rows)
+        if site.convolution is not None:
+            axis = site.convolution["dimension_numbers"].out_spec[0]
+            return self._along_axis(site.node, rows, site.output.shape, axis)
+        positions: list[tuple[Atom, Atom | None]] = []
+        for axis, dim in enumerate(site.axes.dims):
+            if not rows.has_examples(axis):
+                positions += [(atom, None) for atom in dim if atom.origin in site.positions]
+                continue
+            pairs = refined(dim, rows.dims[axis])
+            if pairs is None:
+                return self._unknown("they share an axis with positions that cannot be told apart")
+            own = [(a, b) for a, b in pairs if a.origin in site.positions]
+            if any(b.origin is not None for a, b in pairs if a.origin not in site.positions):
+                return self._unknown("they are along an axis that the parameters have, too")
+            positions += own
+        order = lambda pair: (site.positions.index(pair[0].origin), -pair[0].stride)
+        positions.sort(key=order)
+        sizes = [(atom.size, example) for atom, example in positions]
+        return self._known(site.node, rows, sizes)
+
+    def at_tag(self, node: Node, output: Operand, batch_axis: int = 0) -> ExamplesAt:
+        """At a layer that the user tags, with examples along an axis of its output."""
+        shape, count = output.shape, self.examples.batch_size
+        if not self.examples.is_known:
+            if self._loops[node] or shape[batch_axis : batch_axis + 1] != (count,):
+                return self._unknown(self.examples.lost or _NOT_KNOWN)
+            return ExamplesAt.along_axis(count)
+        rows = self._rows(output)
+        if isinstance(rows, str):
+            return self._unknown(rows)
+        return self._along_axis(node, rows, shape, batch_axis)
+
+    def _along_axis(
+        self, node: Node, rows: Rows, shape: Sequence[int], batch_axis: int
+    ) -> ExamplesAt:
+        if len(shape) <= batch_axis or rows.axes not in ((), (batch_axis,)):
+            return self._unknown(f"they are not along axis {batch_axis} of its output")
+        sizes = [(atom.size, atom) for atom in rows.dims[batch_axis]]
+        return self._known(node, rows, sizes)
+
+    @functools.cached_property
+    def _loops(self) -> dict[Node, tuple[Node, ...]]:
+        return _loops_around(self.program)
+
+    def _rows(self, operand: Any) -> Rows | str:
+        """The examples that a value is about; or why that is not known."""
+        if not self.examples.is_known:
+            return self.examples.lost or _NOT_KNOWN
+        rows = self.examples.rows.get(operand)
+        return rows or self.examples.lost or "what it computes is not about single ones"
+
+    def _unknown(self, why: str) -> ExamplesAt:
+        return ExamplesAt(unknown=why, problem=self.examples.problem)
+
+    def _known(
+        self, node: Node, rows: Rows, positions: Sequence[tuple[int, Atom | None]]
+    ) -> ExamplesAt:
+        """Return where examples are among positions, given as their sizes and what they count."""
+        is_example = [atom is not None and atom.origin is not None for _, atom in positions]
+        numbered = [k for k, own in enumerate(is_example) if own]
+        numbered.sort(key=lambda k: -positions[k][1].stride)  # pyright: ignore[reportOptionalMemberAccess]
+        rest = [k for k, own in enumerate(is_example) if not own]
+        sizes = [size for size, _ in positions]
+        number, others = (math.prod(sizes[k] for k in each) for each in (numbered, rest))
+        split = Arrangement((number * others,), tuple(sizes), (*numbered, *rest), (number, others))
+        taken: Mapping[Any, Any] = dict(rows.loops)
+        numbers = tuple(self.examples.loops.get(loop) for loop in self._loops[node])
+        return ExamplesAt(
+            number=number,
+            split=split,
+            loops=tuple(n if n in taken else None for n in numbers),
+            total=rows.total,
+            first=rows.start,
+            count=rows.count,
+            in_order=rows.is_in_order,
+            problem=self.examples.problem,
+        )
+
+
+def _loops_around(program: Program, loops: tuple[Node, ...] = ()) -> dict[Node, tuple[Node, ...]]:
+    """Return, for each node, the loops around it, outermost first."""
+    found: dict[Node, tuple[Node, ...]] = {}
+    for node in program.nodes:
+        found[node] = loops
+        if node.body is not None:
+            inner = (*loops, node) if node.kind == "scan" else loops
+            found |= _loops_around(node.body, inner)
+    return found

@@ -7,73 +7,60 @@ layer says why.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from curvax.layers.detection.axes import Arrangement
-from curvax.layers.detection.examples import UNKNOWN
-from curvax.layers.detection.program import Node, Program, Variable
-from curvax.layers.detection.replay import loop_lengths
-from curvax.layers.detection.sites import Cut, Site
-from curvax.layers.detection.uses import NO_EXAMPLES, Found, Use, find_uses
+from curvax.layers.detection.program import Node
+from curvax.layers.detection.sites import ParamView, Site
+from curvax.layers.detection.uses import NO_EXAMPLES, Encounter, Interpreter
 from curvax.layers.patterns import Match
 from curvax.layers.tags import generic_tag, scale_and_shift_tag
+from curvax.layers.use import UNKNOWN, LayerUse, Slice, same_examples
 
-__all__ = ["EachStep", "Layer", "Place", "build_layers", "pattern_of", "tagged_layers"]
+__all__ = [
+    "FoundLayer",
+    "Layer",
+    "Tagged",
+    "TaggedUse",
+    "build_layers",
+    "checked_params",
+    "layers_of_tags",
+    "pattern_of",
+]
 
+
+Encounters = dict[int, list[Encounter]]
+"""For each parameter, what meets it."""
 
 _UNUSED = "no loss depends on it"
 _NO_DERIVATIVE = "no loss has a derivative in it"
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place that is tagged.
-
-    `stacked` says which of the loops around it take one slice of the parameters each time,
-    outermost first, and `lengths` how many steps they have; `cuts` which part of each parameter
-    is used there.
-    """
+class Tagged(NamedTuple):
+    """A use of a layer that the user tags: the node of the tag, and its parameters."""
 
     node: Node
-    stacked: tuple[bool, ...]
-    cuts: tuple[tuple[Cut, ...], ...]
-    lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class EachStep:
-    """A statistic of a layer at a place that is kept apart for each step of some loops around it.
-
-    `loops` says of which, outermost first. Other statistics are summed over all steps.
-    """
-
-    compute: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
-    loops: tuple[bool, ...]
-
-    def __call__(self, inputs: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
-        return self.compute(inputs, cotangents)
+    params: tuple[ParamView, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """Parameters that belong together, by their numbers, and where they are used.
+class FoundLayer:
+    """Parameters that belong together, by their numbers, and where a program uses them.
 
-    A layer whose tags are in the program has these places and no sites, one that was found
-    by a pattern of the user's has matches. A generic layer has a reason for being that.
+    Uses are found by detection, matched by a pattern, or tagged by the user. A generic layer has a
+    reason for being that.
     """
 
     tag_name: str
     params: tuple[int, ...]
-    sites: tuple[Site, ...] = ()
-    places: tuple[Place, ...] = ()
-    matched: tuple[Match, ...] = ()
+    sites: tuple[Site | Match | Tagged, ...] = ()
+    uses: tuple[LayerUse, ...] = ()
+    """What the layer does at each of these."""
     reason: str = ""
     uncovered: int = 0
-    """How many uses of its parameters a layer of the user's does not cover."""
-    examples: str = ""
-    """What there is to say about the examples that it is applied to."""
+    """How many uses of its parameters the layer does not cover."""
 
     @property
     def is_unused(self) -> bool:
@@ -81,20 +68,25 @@ class Layer:
         return self.reason == _UNUSED
 
     @property
-    def tagged(self) -> tuple[Node, ...]:
-        """The tags of all places."""
-        return tuple(place.node for place in self.places)
-
-    @property
     def num_sites(self) -> int:
-        """At how many places it is applied."""
-        return len(self.sites) + len(self.places) + len(self.matched)
+        """How often it is used."""
+        return len(self.sites)
 
     @property
     def remark(self) -> str:
-        """What there is to say about it if it is known."""
+        """What to tell the user about it if it is known."""
         uncovered = f"{self.uncovered} more uses are not covered by the layer"
-        return "; ".join([uncovered] * bool(self.uncovered) + [self.examples] * bool(self.examples))
+        remarks = [uncovered] * bool(self.uncovered) + [self.examples] * bool(self.examples)
+        return "; ".join(remarks)
+
+    @property
+    def examples(self) -> str:
+        """What to tell the user about the examples that it is applied to."""
+        at = [use.examples for use in self.uses]
+        groups = same_examples(at)
+        if self.is_generic or not isinstance(groups, str):
+            return next((each.remark for each in at if each.remark and not self.is_generic), "")
+        return groups
 
     @property
     def has_unknown_examples(self) -> bool:
@@ -107,12 +99,53 @@ class Layer:
         return self.tag_name == generic_tag.name
 
 
+class TaggedUse(NamedTuple):
+    """A use of a layer, and the node of its tag."""
+
+    node: Node
+    use: LayerUse
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of a tagged program: its parameters, by their numbers, and its tags."""
+
+    tag_name: str
+    params: tuple[int, ...]
+    tags: tuple[TaggedUse, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of its tags."""
+        return tuple(tag.node for tag in self.tags)
+
+    @property
+    def uses(self) -> tuple[LayerUse, ...]:
+        """Its uses."""
+        return tuple(tag.use for tag in self.tags)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether nothing is known of it but its parameter."""
+        return self.tag_name == generic_tag.name
+
+
+def layers_of_tags(tags: Iterable[TaggedUse]) -> list[Layer]:
+    """Put the tags of a program together to layers, in the order of their parameters."""
+    found: dict[tuple[str, tuple[int, ...]], list[TaggedUse]] = {}
+    for tag in tags:
+        params = tuple(param.index for param in tag.use.params)
+        found.setdefault((tag.use.layer, params), []).append(tag)
+    layers = [Layer(*key, tuple(own)) for key, own in found.items()]
+    return sorted(layers, key=lambda layer: layer.params)
+
+
 def build_layers(
-    found: Found,
+    found: Interpreter,
     skipped: Collection[str] = (),
     only_generic: bool = False,
     matched: Sequence[Match] = (),
-) -> list[Layer]:
+) -> list[FoundLayer]:
     """The layers, in the order of their first parameters.
 
     Those that the user tagged come before those that the user's patterns found, and these before
@@ -138,21 +171,7 @@ def build_layers(
     return sorted(layers, key=lambda layer: layer.params)
 
 
-def tagged_layers(program: Program, params: Sequence[Variable]) -> list[Layer]:
-    """The layers of a program whose layers are all tagged."""
-    found = find_uses(program, params, is_tagged=True)
-    layers = _tagged_layers(found, {number: [] for number in found.uses})
-    lengths = loop_lengths(program)
-    return sorted(
-        (
-            replace(layer, places=tuple(replace(p, lengths=lengths[p.node]) for p in layer.places))
-            for layer in layers
-        ),
-        key=lambda layer: layer.params,
-    )
-
-
-def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) -> Layer | None:
+def _layer_of(param: int, uses: Encounters, skipped: Collection[str]) -> FoundLayer | None:
     """The layer of which a parameter is the first; None if it is only its bias."""
     own = uses[param]
     if not own:
@@ -174,10 +193,10 @@ def _layer_of(param: int, uses: dict[int, list[Use]], skipped: Collection[str]) 
     # A table that is also a matrix is registered as the table, weights with a bias as the weights.
     order = lambda name: (name != "embedding_tag", name == scale_and_shift_tag.name)
     first = min((site.tag.name for site in sites), key=order)
-    return Layer(first, numbers, tuple(sites), uncovered=len(own) - len(counting))
+    return FoundLayer(first, numbers, tuple(sites), uncovered=len(own) - len(counting))
 
 
-def _counting(uses: Sequence[Use]) -> Sequence[Use]:
+def _counting(uses: Sequence[Encounter]) -> Sequence[Encounter]:
     """The uses that count: those that differ from example to example, if there are such.
 
     Others are there where a derivative of a network, in a direction that is the same for all
@@ -186,8 +205,8 @@ def _counting(uses: Sequence[Use]) -> Sequence[Use]:
     return [use for use in uses if use.reason != NO_EXAMPLES] or uses
 
 
-def _generic(param: int, reason: str) -> Layer:
-    return Layer(generic_tag.name, (param,), reason=reason)
+def _generic(param: int, reason: str) -> FoundLayer:
+    return FoundLayer(generic_tag.name, (param,), reason=reason)
 
 
 def _is_bias(param: int, site: Site) -> bool:
@@ -210,7 +229,7 @@ def _go_together(sites: Sequence[Site]) -> bool:
     return alike and len(kinds) <= 1 and not any(itertools.starmap(_overlap, pairs))
 
 
-def _overlap(one: Sequence[Cut], other: Sequence[Cut]) -> bool:
+def _overlap(one: Sequence[Slice], other: Sequence[Slice]) -> bool:
     """Whether two parts of a parameter have elements in common."""
     bounds = {axis: (start, stop) for axis, start, stop in other}
     return not any(
@@ -233,9 +252,7 @@ def _role(site: Site) -> tuple[bool | Arrangement, ...]:
     return site.tag is scale_and_shift_tag, role, *biases
 
 
-def _separate_biases(
-    uses: dict[int, list[Use]], left: Sequence[int], skipped: Collection[str]
-) -> None:
+def _separate_biases(uses: Encounters, left: Sequence[int], skipped: Collection[str]) -> None:
     """Take biases away from sites where they cannot stay."""
     for param in left:
         sites = [use.site for use in uses[param] if use.site is not None]
@@ -252,7 +269,7 @@ def _separate_biases(
                 _take_apart(uses, site)
 
 
-def _leave_what_is_taken(uses: dict[int, list[Use]], left: Sequence[int]) -> None:
+def _leave_what_is_taken(uses: Encounters, left: Sequence[int]) -> None:
     """Take biases apart from weights that are in a layer already, and weights from biases."""
     for param in left:
         for use in list(uses[param]):
@@ -260,11 +277,11 @@ def _leave_what_is_taken(uses: dict[int, list[Use]], left: Sequence[int]) -> Non
                 _take_apart(uses, use.site)
 
 
-def _sites(uses: Sequence[Use]) -> set[Site | None]:
+def _sites(uses: Sequence[Encounter]) -> set[Site | None]:
     return {use.site for use in uses}
 
 
-def _take_apart(uses: dict[int, list[Use]], site: Site) -> None:
+def _take_apart(uses: Encounters, site: Site) -> None:
     for param, own in uses.items():
         for number, use in enumerate(own):
             if use.site is site:
@@ -274,14 +291,13 @@ def _take_apart(uses: dict[int, list[Use]], site: Site) -> None:
 
 def pattern_of(site: Site) -> str:
     """The name of the default pattern that a site would match."""
-    constants = dict(site.constants)
-    if "has_scale" in constants:
+    if site.tag is scale_and_shift_tag:
         broadcast = 1 if site.positions else 0
         normalised = len(site.factors) > 1
-        if constants["has_scale"] and constants["has_shift"]:
+        if site.has_scale and site.has_shift:
             kind = "normalization_haiku" if normalised else "scale_and_shift"
         else:
-            kind = "scale_only" if constants["has_scale"] else "shift_only"
+            kind = "scale_only" if site.has_scale else "shift_only"
         return f"{kind}_broadcast_{broadcast}"
     kind = {"dense_tag": "dense", "conv2d_tag": "conv2d", "conv_tag": "conv"}.get(site.tag.name)
     if kind is None:
@@ -289,31 +305,35 @@ def pattern_of(site: Site) -> str:
     return f"{kind}_{'with' if len(site.params) > 1 else 'no'}_bias"
 
 
-def _tagged_layers(found: Found, uses: dict[int, list[Use]]) -> list[Layer]:
+def _tagged_layers(found: Interpreter, uses: Encounters) -> list[FoundLayer]:
     """The layers that the user tagged. Uses that a tag covers are taken away."""
-    layers: dict[tuple[str, tuple[int, ...]], Layer] = {}
+    layers: dict[tuple[str, tuple[int, ...]], FoundLayer] = {}
     for node, views in found.explicit:
-        # A site of another kind than its layer says so: a table that is also a matrix.
-        name = node.params.get("layer", node.name)
-        params = tuple(view.param for view in views if view is not None)
-        if len(params) < len(views) or not params:
-            missing = [str(k) for k, view in enumerate(views) if view is None]
-            raise ValueError(
-                f"curvax: {name} was called with something else than parameters of the function "
-                f"as its parameters ({', '.join(missing) or 'with none'}). Tag the parameters "
-                f"themselves, at most cast or re-arranged."
-            )
-        _check_once(name, params)
+        own: LayerUse | None = node.params.get("use")
+        name = node.name if own is None else own.layer
+        tagged = Tagged(node, checked_params(name, views))
+        params = tuple(view.param for view in tagged.params)
         key = name, params
-        before = layers.get(key, Layer(name, params))
-        own = [view for view in views if view is not None]
-        cuts = tuple(view.cuts for view in own)
-        place = Place(node, tuple(map(bool, own[0].axes.looped)), cuts)
+        before = layers.get(key, FoundLayer(name, params))
         bypassed = before.uncovered + found.read_elsewhere(found.covered[node], node)
-        layers[key] = replace(before, places=(*before.places, place), uncovered=bypassed)
+        layers[key] = replace(before, sites=(*before.sites, tagged), uncovered=bypassed)
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
     return _with_uncovered(layers.values(), uses)
+
+
+def checked_params(name: str, views: Sequence[ParamView | None]) -> tuple[ParamView, ...]:
+    """Check that a tag was called with parameters of the function, each once."""
+    params = tuple(view for view in views if view is not None)
+    if len(params) < len(views) or not params:
+        missing = [str(k) for k, view in enumerate(views) if view is None]
+        raise ValueError(
+            f"curvax: {name} was called with something else than parameters of the function as "
+            f"its parameters ({', '.join(missing) or 'with none'}). Tag the parameters themselves, "
+            f"at most cast or re-arranged."
+        )
+    _check_once(name, [view.param for view in params])
+    return params
 
 
 def _check_once(name: str, params: Sequence[int]) -> None:
@@ -331,14 +351,18 @@ def _check_once(name: str, params: Sequence[int]) -> None:
 
 
 def _matched_layers(
-    found: Found, uses: dict[int, list[Use]], matched: Sequence[Match], before: Sequence[Layer]
-) -> list[Layer]:
+    found: Interpreter,
+    uses: Encounters,
+    matched: Sequence[Match],
+    before: Sequence[FoundLayer],
+) -> list[FoundLayer]:
     """The layers that patterns of the user's found. Uses that a match covers are taken away."""
-    layers: dict[tuple[str, tuple[int, ...]], Layer] = {}
+    layers: dict[tuple[str, tuple[int, ...]], FoundLayer] = {}
     taken = {param for layer in before for param in layer.params}
     covered: set[Node] = set()
     for match in matched:
-        params = tuple(found.views[operand].param for operand in match.params)
+        views = found.params_of(match.params)
+        params = tuple(view.param for view in views if view is not None)
         key = match.pattern.name, params
         others = taken - (set(params) if key in layers else set())
         if not covered.isdisjoint(match.nodes) or not others.isdisjoint(params):
@@ -347,16 +371,17 @@ def _matched_layers(
             continue
         covered.update(match.nodes)
         taken.update(params)
-        layer = layers.get(key, Layer(match.pattern.tag_primitive.name, params))
+        layer = layers.get(key, FoundLayer(match.pattern.tag_primitive.name, params))
         # What the whole puts out is tagged, and read from the tag.
         bypassed = layer.uncovered + found.read_elsewhere(match.nodes)
         bypassed -= found.readers[match.nodes[0].outputs[0]] > 0
-        layers[key] = replace(layer, matched=(*layer.matched, match), uncovered=bypassed)
+        match = replace(match, views=tuple(view for view in views if view is not None))
+        layers[key] = replace(layer, sites=(*layer.sites, match), uncovered=bypassed)
         for param in params:
             uses[param] = [use for use in uses[param] if use.node not in match.nodes]
     return _with_uncovered(layers.values(), uses)
 
 
-def _with_uncovered(layers: Iterable[Layer], uses: dict[int, list[Use]]) -> list[Layer]:
+def _with_uncovered(layers: Iterable[FoundLayer], uses: Encounters) -> list[FoundLayer]:
     counted = lambda layer: sum(len(uses[param]) for param in layer.params)
     return [replace(layer, uncovered=layer.uncovered + counted(layer)) for layer in layers]

@@ -7,11 +7,13 @@ share: positions first (examples, time, pixels: whatever the layer is applied at
 weights that differ from head to head or expert to expert, that axis, and features last.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from curvax._types import Array
 from curvax.layers.detection.axes import Arrangement, Atom, Axes
 from curvax.layers.detection.program import Node, Operand, Variable
 from curvax.layers.tags import (
@@ -22,21 +24,39 @@ from curvax.layers.tags import (
     embedding_tag,
     scale_and_shift_tag,
 )
+from curvax.layers.use import CONVOLUTION_ARGUMENTS, ParamUse, Slice
 
 __all__ = [
-    "Cut",
     "Layout",
     "ParamView",
+    "Rows",
     "Site",
+    "conv_site",
     "dense_site",
     "elementwise_site",
     "embedding_site",
     "join",
+    "scaled_further",
 ]
 
 
-Cut = tuple[int, int, int]
-"""A part of a parameter: along which axis, from where, to where."""
+class Rows(NamedTuple):
+    """How rows of a table are looked up: by which column of indices, if these have several.
+
+    An index outside of the table stands for the next row if it is `clipped`, else for no row.
+    """
+
+    number: int
+    clipped: bool = False
+    column: int | None = None
+
+    def indices(self, x: Array) -> Array:
+        """Return the indices of rows; those outside of the table are the number of rows."""
+        if self.column is not None:
+            x = x[..., self.column]
+        if self.clipped:
+            return jnp.clip(x, 0, self.number - 1)
+        return jnp.where((x >= 0) & (x < self.number), x, self.number)
 
 
 @dataclass(frozen=True)
@@ -48,9 +68,10 @@ class ParamView:
     """
 
     param: int
+    shape: tuple[int, ...]
     axes: Axes
     operand: Operand
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[Slice, ...] = ()
     scale: Any = None
 
 
@@ -102,11 +123,23 @@ class Site:
     input_arrangement: Arrangement | None
     params: tuple[ParamView, ...]
     layouts: tuple[Layout, ...]
-    constants: tuple[tuple[str, Any], ...] = ()
+    convolution: Mapping[str, Any] | None = None
+    """The arguments of a convolution."""
+    kernel: Arrangement | None = None
+    """How to bring the kernel of a convolution into the shape that it is used in."""
+    rows: "Rows | None" = None
+    """How rows of a table are looked up."""
+    has_scale: bool = False
+    has_shift: bool = False
     part: tuple[int, int, int] | None = None
     """Of what is computed there, what is along an axis from one number to another; None for all."""
     unbiased: "Site | None" = None
     """The same site before a bias joined it."""
+
+    @property
+    def is_conv(self) -> bool:
+        """Whether it is a convolution."""
+        return self.convolution is not None
 
     @property
     def output_arrangement(self) -> Arrangement:
@@ -116,19 +149,17 @@ class Site:
             del groups[1]
         return Arrangement.of(self.axes.dims, groups)
 
-    def positions_around(self, axis: int, size: int) -> tuple[int, int, int] | None:
-        """How many positions there are before, along and after an axis of the output.
-
-        None if the axis is not just of that size, or is not one of positions.
-        """
-        sizes = [atom.size for atom in self._atoms(self.positions)]
-        dim = self.axes.dims[axis]
-        if not dim and size == 1:
-            return 1, 1, math.prod(sizes)
-        if len(dim) != 1 or dim[0].size != size or dim[0].origin not in self.positions:
-            return None
-        place = self._atoms(self.positions).index(dim[0])
-        return math.prod(sizes[:place]), size, math.prod(sizes[place + 1 :])
+    def param_uses(self) -> tuple[ParamUse, ...]:
+        """The parameters, as the use of the layer has them."""
+        found: list[ParamUse] = []
+        for number, (view, layout) in enumerate(zip(self.params, self.layouts, strict=True)):
+            is_kernel = self.kernel is not None and number == 0
+            arrangement = self.kernel if is_kernel else layout.arrangement(view.axes)
+            plain = arrangement is None or arrangement.is_trivial
+            found.append(
+                ParamUse(view.param, view.shape, view.cuts, None if plain else arrangement)
+            )
+        return tuple(found)
 
     def _atoms(self, axes: Sequence[int]) -> list[Atom]:
         found = [atom for atom in self.axes.atoms if atom.origin in axes]
@@ -206,7 +237,6 @@ def elementwise_site(node: Node, param: ParamView, other: Operand, kind: str) ->
         loops=_joined(param.axes.looped),
         outputs=_joined([param.axes.dims[axis] for axis in features]),
     )
-    constants = (("has_scale", kind == "scale"), ("has_shift", kind == "shift"))
     return Site(
         scale_and_shift_tag,
         node,
@@ -219,7 +249,8 @@ def elementwise_site(node: Node, param: ParamView, other: Operand, kind: str) ->
         None,
         (param,),
         (layout,),
-        constants,
+        has_scale=kind == "scale",
+        has_shift=kind == "shift",
     )
 
 
@@ -260,7 +291,7 @@ def embedding_site(node: Node, table: ParamView) -> Site | str:
         Arrangement.of(their_axes, [_joined(their_axes)]),
         (table,),
         (layout,),
-        (("column", starts.index(row)), ("rows", (table.axes.shape[row], _is_clipped(node)))),
+        rows=Rows(table.axes.shape[row], _is_clipped(node), starts.index(row)),
     )
 
 
@@ -285,11 +316,7 @@ def conv_site(node: Node, kernel: ParamView) -> Site | str:
     feature = numbers.out_spec[1]
     positions = tuple(axis for axis in range(len(output.shape)) if axis != feature)
     grouped = node.params["feature_group_count"] != 1 or node.params["batch_group_count"] != 1
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
-    names += ("feature_group_count", "batch_group_count")
-    constants = [(name, node.params[name]) for name in names]
     stacked = [layout.loops] if layout.loops else []
-    constants.append(("kernel", Arrangement.of(kernel.axes.origin_dims(), [*stacked, *dims])))
     return Site(
         conv2d_tag if len(spatial) == 2 and not grouped else conv_tag,
         node,
@@ -302,7 +329,8 @@ def conv_site(node: Node, kernel: ParamView) -> Site | str:
         None,
         (kernel,),
         (layout,),
-        tuple(constants),
+        convolution={name: node.params[name] for name in CONVOLUTION_ARGUMENTS},
+        kernel=Arrangement.of(kernel.axes.origin_dims(), [*stacked, *dims]),
     )
 
 
@@ -361,9 +389,6 @@ def join(site: Site, node: Node, axes: Axes, bias: ParamView) -> Site | None:
     refined = replace(bias.axes, dims=(own,))
     layout = Layout(loops=loops, heads=own[:cut], outputs=own[cut:])
     (output,) = node.outputs
-    constants = dict(site.constants)
-    if "has_shift" in constants:
-        constants["has_shift"] = True
     return replace(
         site,
         node=node,
@@ -371,7 +396,7 @@ def join(site: Site, node: Node, axes: Axes, bias: ParamView) -> Site | None:
         axes=axes,
         params=(*site.params, replace(bias, axes=refined)),
         layouts=(*site.layouts, layout),
-        constants=tuple(constants.items()),
+        has_shift=site.tag is scale_and_shift_tag,
         unbiased=site,
     )
 

@@ -1,42 +1,278 @@
 """Putting tags where layers were found.
 
-The program is run again with a tag at each site. Inputs and outputs are brought into the order that
-all layers of a kind share, tagged, and brought back. A generic parameter is tagged before anything
-is computed from it.
+The program is run again with a tag at each use of a layer. Inputs and outputs are brought into the
+form that all layers of a kind share, tagged, and brought back. A generic parameter is tagged before
+anything is computed from it. Each tag carries the `LayerUse` that describes it.
 """
 
 import functools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.example_axes import ExamplesAt, ExamplesInProgram
-from curvax.layers.detection.layers import Layer
-from curvax.layers.detection.program import Node
-from curvax.layers.detection.replay import Collected, Given, Values
-from curvax.layers.detection.sites import Site
+from curvax.layers.detection.axes import Arrangement, Axes
+from curvax.layers.detection.examples import Examples, LocatedExamples
+from curvax.layers.detection.layers import FoundLayer, Tagged, TaggedUse, checked_params
+from curvax.layers.detection.program import Node, Operand, Program, Variable, trace_program
+from curvax.layers.detection.replay import Collected, Given, Values, loop_lengths
+from curvax.layers.detection.sites import ParamView, Site
+from curvax.layers.detection.uses import Interpreter, find_uses
 from curvax.layers.patterns import Match
-from curvax.layers.tags import generic_tag
+from curvax.layers.tags import (
+    LayerTag,
+    conv2d_tag,
+    conv_tag,
+    dense_tag,
+    embedding_tag,
+    generic_tag,
+    scale_and_shift_tag,
+)
+from curvax.layers.use import (
+    ConvolutionUse,
+    CustomUse,
+    DenseUse,
+    EmbeddingUse,
+    ExamplesAt,
+    GenericUse,
+    LayerUse,
+    Loop,
+    ParamUse,
+    ScaleAndShiftUse,
+    convolution_arguments,
+)
 from curvax.losses.tag import LossTag
 
-__all__ = ["TagSites", "tag_generic"]
+__all__ = [
+    "TagSites",
+    "described",
+    "is_layer",
+    "is_loss",
+    "tag_generic",
+    "tagged_uses",
+    "use_of_equation",
+]
+
+
+KINDS: dict[str, type[LayerUse]] = {
+    dense_tag.name: DenseUse,
+    conv2d_tag.name: ConvolutionUse,
+    conv_tag.name: ConvolutionUse,
+    embedding_tag.name: EmbeddingUse,
+    scale_and_shift_tag.name: ScaleAndShiftUse,
+    generic_tag.name: GenericUse,
+}
+
+
+def is_loss(node: Node) -> bool:
+    """Whether a node is the tag of a loss."""
+    return isinstance(node.equation.primitive, LossTag)
+
+
+def is_layer(node: Node) -> bool:
+    """Whether a node is the tag of a layer."""
+    return isinstance(node.equation.primitive, LayerTag)
+
+
+# From what was found to the description that a tag carries.
+
+_NO_AXIS = ExamplesAt(unknown="what is tagged has no axis for them")
+
+
+def described(layers: Sequence[FoundLayer], located: LocatedExamples) -> list[FoundLayer]:
+    """The layers, with a description of each use."""
+    lengths = loop_lengths(located.program)
+
+    def use_of(layer: FoundLayer, site: Site | Match | Tagged) -> LayerUse:
+        loops = lengths[site.node]
+        if isinstance(site, Site):
+            return _use_of_site(layer.tag_name, site, loops, located.at_site(site))
+        if isinstance(site, Match):
+            examples = located.at_tag(site.node, site.node.outputs[0])
+            return _use_of_match(site, loops, examples)
+        axis = _batch_axis(site.node.name, site.node.params)
+        return _use_of_tag(site, loops, located.at_tag(site.node, site.node.inputs[0], axis))
+
+    return [
+        replace(layer, uses=tuple(use_of(layer, site) for site in layer.sites)) for layer in layers
+    ]
+
+
+def tagged_uses(program: Program, params: Sequence[Variable]) -> list[TaggedUse]:
+    """The tags in a program, with descriptions that are about these parameters.
+
+    Where a tag has none yet, its examples are along the first axis of its output.
+    """
+    found = find_uses(program, params, is_tagged=True)
+    lengths = loop_lengths(program)
+    uses: list[TaggedUse] = []
+    for node, views in found.explicit:
+        tagged = Tagged(node, checked_params(node.name, views))
+        examples = _first_axis(node, lengths[node], tagged.params)
+        uses.append(TaggedUse(node, _use_of_tag(tagged, lengths[node], examples)))
+    return uses
+
+
+def use_of_equation(equation: Any) -> LayerUse:
+    """The use that a tag stands for, outside of loops, whose parameters are as it has them."""
+    known: LayerUse | None = equation.params.get("use")
+    if known is not None:
+        return known
+    tag = equation.primitive
+    shapes = [_shape(v.aval) for v in equation.invars]
+    cut, end = tag.num_outputs, tag.num_outputs + tag.num_inputs
+    views = [
+        ParamView(number, x.shape, Axes.of(x.shape), Variable(x.shape, x.dtype))
+        for number, x in enumerate(shapes[end:])
+    ]
+    axis = _batch_axis(tag.name, equation.params)
+    known_axis = len(shapes[0].shape) > axis
+    examples = ExamplesAt.along_axis(shapes[0].shape[axis]) if known_axis else _NO_AXIS
+    return _custom(tag, equation.params, views, (), examples, shapes[cut:end], shapes[:cut])
+
+
+def _use_of_site(layer: str, site: Site, lengths: Sequence[int], examples: ExamplesAt) -> LayerUse:
+    details: dict[str, Any] = dict(site.convolution or {})
+    if site.tag is scale_and_shift_tag:
+        details = {"has_scale": site.has_scale, "has_shift": site.has_shift}
+    if not site.is_conv:  # Images and kernels stay as they are.
+        output = site.output_arrangement
+        details["output_arrangement"] = output
+        details["input_arrangement"] = site.input_arrangement or output
+    return KINDS[site.tag.name](
+        kind=site.tag.name,
+        layer=layer,
+        params=site.param_uses(),
+        loops=_loops(lengths, site.params[0]),
+        examples=examples,
+        **details,
+    )
+
+
+def _use_of_tag(tagged: Tagged, lengths: Sequence[int], examples: ExamplesAt) -> LayerUse:
+    """A use that the user tags, or that was tagged before in a function of other parameters."""
+    node, views = tagged
+    known: LayerUse | None = node.params.get("use")
+    if known is not None:
+        pairs = zip(known.params, views, strict=True)
+        return replace(known, params=tuple(replace(own, index=view.param) for own, view in pairs))
+    tag = node.equation.primitive
+    shapes = [_shape(v.aval) for v in node.equation.invars]
+    cut, end = tag.num_outputs, tag.num_outputs + tag.num_inputs
+    return _custom(tag, node.params, views, lengths, examples, shapes[cut:end], shapes[:cut])
+
+
+def _use_of_match(match: Match, lengths: Sequence[int], examples: ExamplesAt) -> LayerUse:
+    """A use that a pattern of the user found, as the tag of the pattern has it."""
+    tag = match.pattern.tag_primitive
+    views, inputs = match.views, match.inputs
+    if match.pattern.in_values_preprocessor is not None:
+        views, inputs = _preprocessed(match)
+    constants = match.pattern.parameters_extractor_func([node.equation for node in match.nodes])
+    inputs, outputs = list(map(_shape, inputs)), [_shape(match.output)]
+    return _custom(tag, dict(constants), views, lengths, examples, inputs, outputs)
+
+
+def _preprocessed(match: Match) -> tuple[tuple[ParamView, ...], Sequence[Operand]]:
+    """The parameters and the inputs that the tag of a pattern is called with."""
+    preprocess = match.pattern.in_values_preprocessor or list
+    operands = [*match.inputs, *match.params]
+    program, _ = trace_program(lambda *xs: list(preprocess(xs)), *map(_shape, operands))
+    state = Interpreter(Examples(), is_tagged=True)
+    state.uses = {view.param: [] for view in match.views}
+    inputs = program.inputs[len(match.inputs) :]
+    state.views.update(
+        {x: replace(view, operand=x) for x, view in zip(inputs, match.views, strict=True)}
+    )
+    state.walk(program)
+    cut = match.pattern.tag_primitive.num_inputs
+    views = state.params_of(program.outputs[cut:])
+    return checked_params(match.pattern.name, views), program.outputs[:cut]
+
+
+def _custom(
+    tag: LayerTag,
+    constants: dict[str, Any],
+    views: Sequence[ParamView],
+    lengths: Sequence[int],
+    examples: ExamplesAt,
+    inputs: Sequence[jax.ShapeDtypeStruct],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+) -> LayerUse:
+    """A use of which inputs, outputs and parameters are as the user tags them."""
+    details: dict[str, Any] = {}
+    if tag.name in (conv2d_tag.name, conv_tag.name):
+        details = convolution_arguments(constants, inputs[0].shape, views[0].axes.shape)
+    if tag is scale_and_shift_tag:
+        details = {name: constants.get(name, True) for name in ("has_scale", "has_shift")}
+    return KINDS.get(tag.name, CustomUse)(
+        kind=tag.name,
+        layer=tag.name,
+        params=tuple(map(_param_use, views)),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        loops=_loops(lengths, views[0]),
+        examples=examples,
+        **details,
+    )
+
+
+def _param_use(view: ParamView) -> ParamUse:
+    looped = [[atom for dim in view.axes.looped for atom in dim]] if any(view.axes.looped) else []
+    arrangement = None
+    if all(atom.origin is not None for atom in view.axes.atoms):
+        arrangement = Arrangement.of(view.axes.origin_dims(), [*looped, *view.axes.dims])
+    plain = arrangement is None or arrangement.is_trivial
+    return ParamUse(view.param, view.shape, view.cuts, None if plain else arrangement)
+
+
+def _loops(lengths: Sequence[int], view: ParamView) -> tuple[Loop, ...]:
+    pairs = zip(lengths, view.axes.looped, strict=True)
+    return tuple(Loop(length, bool(looped)) for length, looped in pairs)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    dtype = getattr(x, "dtype", None)
+    return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.value) if dtype is None else dtype)
+
+
+def _batch_axis(name: str, constants: dict[str, Any]) -> int:
+    """The axis of the output of a user's tag along which there are examples."""
+    if name in (conv2d_tag.name, conv_tag.name):
+        numbers = constants.get("dimension_numbers")
+        if isinstance(numbers, lax.ConvDimensionNumbers):
+            return numbers.out_spec[0]
+        if numbers is not None:
+            return str(numbers[2]).index("N")
+    return 0
+
+
+def _first_axis(node: Node, lengths: Sequence[int], views: Sequence[ParamView]) -> ExamplesAt:
+    shape = node.inputs[0].shape
+    shared = [length for length, own in zip(lengths, views[0].axes.looped, strict=True) if not own]
+    if not shape:
+        return _NO_AXIS
+    if any(length > 1 for length in shared):
+        return ExamplesAt(unknown="it is tagged inside of a loop, of which nothing is known")
+    return ExamplesAt.along_axis(shape[_batch_axis(node.name, node.params)], len(lengths))
+
+
+# Running a program with tags.
 
 
 @dataclass(frozen=True)
 class TagSites:
-    """Hooks that put a tag at each site of some layers, and collect what losses are made of."""
+    """Hooks that put a tag at each use of some layers, and collect what losses are made of."""
 
-    layers: Sequence[Layer]
-    examples: ExamplesInProgram
+    layers: Sequence[FoundLayer]
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        found = node in self._sites or node in self._matches or node in self._tagged
-        return () if found or is_loss(node) else None
+        return () if node in self._uses or is_loss(node) else None
 
     def is_split(self, key: Any, loop: Node) -> bool:
         raise NotImplementedError  # Nothing is given.
@@ -45,123 +281,88 @@ class TagSites:
         self, node: Node, inputs: Sequence[Any], values: Values, given: Given
     ) -> tuple[list[Any], Collected]:
         del given
-        if node in self._tagged:
-            at = examples_of_tag(self.examples, node)
-            tagged = node.equation.primitive.bind(*inputs, **node.params, tagged_examples=at)
-            return (tagged if node.equation.primitive.multiple_results else [tagged]), {}
+        if is_layer(node):
+            ((_, use),) = self._uses[node]
+            tag = node.equation.primitive
+            tagged = tag.bind(*inputs, **{**node.params, "use": use})
+            return (tagged if tag.multiple_results else [tagged]), {}
         outputs = _jax.run_equation(node.equation, inputs)
         if is_loss(node):
             return outputs, {node: outputs}
-        if node in self._matches:
-            at = self.examples.at_tag(node, node.outputs[0])
-            return [_tag_match(self._matches[node], outputs[0], values, at)], {}
         output = outputs[0]
-        for layer, site in self._sites[node]:
-            output = _tag_part(layer, site, output, values, self.examples.at_site(site))
+        for site, use in self._uses[node]:
+            if isinstance(site, Match):
+                output = _tag_match(site, use, output, values)
+            elif isinstance(site, Site):
+                output = _tag_part(site, use, output, values)
         return [output, *outputs[1:]], {}
 
     @functools.cached_property
-    def _sites(self) -> dict[Node, list[tuple[Layer, Site]]]:
-        found: dict[Node, list[tuple[Layer, Site]]] = {}
+    def _uses(self) -> dict[Node, list[tuple[Site | Match | Tagged, LayerUse]]]:
+        found: dict[Node, list[tuple[Site | Match | Tagged, LayerUse]]] = {}
         for layer in self.layers:
-            for site in layer.sites:
-                found.setdefault(site.node, []).append((layer, site))
+            for site, use in zip(layer.sites, layer.uses, strict=True):
+                found.setdefault(site.node, []).append((site, use))
         return found
 
-    @functools.cached_property
-    def _tagged(self) -> set[Node]:
-        return {node for layer in self.layers if not layer.is_generic for node in layer.tagged}
 
-    @functools.cached_property
-    def _matches(self) -> dict[Node, Match]:
-        return {match.nodes[0]: match for layer in self.layers for match in layer.matched}
-
-
-def is_loss(node: Node) -> bool:
-    """Whether a node is the tag of a loss."""
-    return isinstance(node.equation.primitive, LossTag)
-
-
-def tag_generic(layers: Sequence[Layer], params: Sequence[Array]) -> list[Array]:
+def tag_generic(layers: Sequence[FoundLayer], params: Sequence[Array]) -> list[Array]:
     """The parameters, those of generic layers tagged."""
-    generic = {layer.params[0] for layer in layers if layer.is_generic and not layer.places}
-    return [generic_tag.bind(x, x) if n in generic else x for n, x in enumerate(params)]
+    generic = {layer.params[0] for layer in layers if layer.is_generic and not layer.sites}
+    return [_tag_param(x, number) if number in generic else x for number, x in enumerate(params)]
 
 
-def examples_of_tag(examples: ExamplesInProgram, node: Node) -> ExamplesAt:
-    """The examples at a tag of the user's."""
-    axis = 0
-    if node.name in ("conv2d_tag", "conv_tag"):
-        numbers = node.params.get("dimension_numbers")
-        if isinstance(numbers, lax.ConvDimensionNumbers):
-            axis = numbers.out_spec[0]
-        elif numbers is not None:
-            axis = str(numbers[2]).index("N")
-    return examples.at_tag(node, node.inputs[0], axis)
+def _tag_param(x: Array, number: int) -> Array:
+    shape = jnp.shape(x)
+    use = GenericUse(
+        generic_tag.name,
+        generic_tag.name,
+        (ParamUse(number, shape),),
+        outputs=(jax.ShapeDtypeStruct(shape, jnp.result_type(x)),),
+        examples=ExamplesAt.along_axis(shape[0]) if shape else _NO_AXIS,
+    )
+    return generic_tag.bind(x, x, use=use)
 
 
-def _tag_part(
-    layer: Layer, site: Site, output: Array, values: Values, examples: ExamplesAt
-) -> Array:
-    """The output, with the part of it tagged that the site is about."""
+def _tag_part(site: Site, use: LayerUse, output: Array, values: Values) -> Array:
+    """The output, with the part of it tagged that the use is about."""
     if site.part is None:
-        return _tag(layer, site, output, values, examples)
+        return _tag(site, use, output, values)
     axis, start, stop = site.part
     before, own, after = (
         lax.slice_in_dim(output, first, last, axis=axis)
         for first, last in ((0, start), (start, stop), (stop, output.shape[axis]))
     )
-    return jnp.concatenate([before, _tag(layer, site, own, values, examples), after], axis)
+    return jnp.concatenate([before, _tag(site, use, own, values), after], axis)
 
 
-def _tag(layer: Layer, site: Site, output: Array, values: Values, examples: ExamplesAt) -> Array:
+def _tag(site: Site, use: LayerUse, output: Array, values: Values) -> Array:
     factors = [jnp.asarray(values[operand]) for operand in site.factors]
     params = [values[view.operand] for view in site.params]
-    constants: dict[str, Any] = {**dict(site.constants), "examples": examples}
-    layouts = [
-        layout.arrangement(view.axes)
-        for layout, view in zip(site.layouts, site.params, strict=True)
-    ]
-    if "kernel" in constants:  # Images stay as they are, and kernels as the convolution has them.
-        layouts[0] = constants.pop("kernel")
-    if not all(layout.is_trivial for layout in layouts):
-        constants["layouts"] = tuple(layouts)
     scale = site.params[0].scale
     if scale is not None:
         factors[0] = factors[0] * jnp.asarray(scale, factors[0].dtype)
-        constants["scaled"] = True
-    if layer.tag_name != site.tag.name:
-        constants["layer"] = layer.tag_name
-    if site.tag.name in ("conv2d_tag", "conv_tag"):
-        return site.tag.bind(output, *factors, *params, **constants)
-    arrangement = site.output_arrangement
-    if "column" in constants:  # Indices have an axis for the axes that they index.
-        factors = [factors[0][..., constants.pop("column")]]
-    if "rows" in constants:
-        factors = [_rows(factors[0], *constants.pop("rows"))]
-    if site.input_arrangement is None:
-        taken = arrangement.apply(_product(factors, output.shape, site.part))
-    else:
-        taken = site.input_arrangement.apply(factors[0])
-    tagged = site.tag.bind(arrangement.apply(output), taken, *params, **constants)
-    return arrangement.undo(tagged)
+    if site.rows is not None:
+        factors = [site.rows.indices(factors[0])]
+    constants: dict[str, Any] = dict(site.convolution or {})
+    if site.tag is scale_and_shift_tag:
+        constants = {"has_scale": site.has_scale, "has_shift": site.has_shift}
+        factors = [_product(factors, output.shape, site.part)]
+    x, y = factors[0], output
+    if use.output_arrangement is not None and use.input_arrangement is not None:
+        x, y = use.input_arrangement.apply(x), use.output_arrangement.apply(y)
+    use = replace(use, inputs=(_shape(x),), outputs=(_shape(y),))
+    tagged = site.tag.bind(y, x, *params, **constants, use=use)
+    return tagged if use.output_arrangement is None else use.output_arrangement.undo(tagged)
 
 
-def _rows(indices: Array, number: int, clipped: bool) -> Array:
-    """Indices of rows that there are; any that is none is the number of rows."""
-    if clipped:
-        return jnp.clip(indices, 0, number - 1)
-    return jnp.where((indices >= 0) & (indices < number), indices, number)
-
-
-def _tag_match(match: Match, output: Array, values: Values, examples: ExamplesAt) -> Array:
+def _tag_match(match: Match, use: LayerUse, output: Array, values: Values) -> Array:
     pattern = match.pattern
     operands = [values[operand] for operand in (*match.inputs, *match.params)]
     if pattern.in_values_preprocessor is not None:
         operands = list(pattern.in_values_preprocessor(operands))
     constants = pattern.parameters_extractor_func([node.equation for node in match.nodes])
-    constants = {**constants, "tagged_examples": examples}
-    return pattern.tag_primitive.bind(output, *operands, **constants)
+    return pattern.tag_primitive.bind(output, *operands, **{**constants, "use": use})
 
 
 def _product(

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +21,8 @@ from curvax.layers.detection.axes import REARRANGED, Arrangement, Axes
 from curvax.layers.detection.examples import Examples
 from curvax.layers.detection.program import Constant, Node, Operand, Program, Variable
 from curvax.layers.detection.sites import (
-    Cut,
     ParamView,
+    Rows,
     Site,
     conv_site,
     dense_site,
@@ -31,27 +31,10 @@ from curvax.layers.detection.sites import (
     join,
     scaled_further,
 )
-from curvax.layers.tags import LayerTag, embedding_tag
+from curvax.layers.tags import LayerTag, embedding_tag, scale_and_shift_tag
+from curvax.layers.use import Slice
 
-__all__ = [
-    "NO_EXAMPLES",
-    "OPERATIONS",
-    "ConcatView",
-    "Found",
-    "Frame",
-    "Parts",
-    "SiteView",
-    "Use",
-    "View",
-    "as_lookup",
-    "concat_shape",
-    "cut_out",
-    "cut_piece",
-    "dense_parts",
-    "find_uses",
-    "put_beside",
-    "shift_parts",
-]
+__all__ = ["NO_EXAMPLES", "Encounter", "Interpreter", "find_uses"]
 
 
 # Parameters that are put together before they are used: fused gates, fused projections.
@@ -239,103 +222,12 @@ def cut_piece(view: ParamView, bounds: dict[int, tuple[int, int]]) -> ParamView 
     return view
 
 
-def _cut_further(view: ParamView, cut: Cut) -> ParamView:
+def _cut_further(view: ParamView, cut: Slice) -> ParamView:
     """What is left of a parameter if a piece is cut out of what was left already."""
     axis, start, stop = cut
     before = {a: first for a, first, _ in view.cuts}.get(axis, 0)
     rest = [other for other in view.cuts if other[0] != axis]
     return replace(view, cuts=tuple(sorted([*rest, (axis, before + start, before + stop)])))
-
-
-# What is found of parameters: their uses, and what is on the way to these.
-
-
-@dataclass(frozen=True, eq=False)
-class Use:
-    """One use of a parameter by a node: a site, or the reason why it is none.
-
-    A bias is also a site of its own, `alone`, should it not be able to stay with what it joined.
-    """
-
-    node: Node
-    site: Site | None = None
-    reason: str = ""
-    alone: Site | None = None
-
-
-@dataclass(frozen=True)
-class SiteView:
-    """The output of a site, re-arranged. `only` if nothing else reads it on the way."""
-
-    site: Site
-    axes: Axes
-    only: bool
-
-
-@dataclass
-class Found:
-    """What became of the parameters of a program: the uses of each."""
-
-    uses: dict[int, list[Use]] = field(default_factory=dict)
-    explicit: list[tuple[Node, list[ParamView | None]]] = field(default_factory=list)
-    """The layers that were tagged by hand: the node of each tag, and its parameters."""
-    covered: dict[Node, set[Node]] = field(default_factory=dict)
-    """What lies between the inputs and the outputs of each of these tags."""
-    readers: Counter[Operand] = field(default_factory=Counter)
-    """How often each operand is read."""
-    order: dict[Node, int] = field(default_factory=dict)
-    """The nodes, in the order in which they are computed."""
-    doubtful: set[Site] = field(default_factory=set)
-    """Sites that met nothing so far that differs from example to example."""
-    views: dict[Operand, ParamView] = field(default_factory=dict)
-    """All operands that are parameters, at most re-arranged."""
-    without_derivative: set[int] = field(default_factory=set)
-    """Parameters with uses, all of which were left out as no loss has a derivative there."""
-
-    def is_param(self, operand: Operand) -> bool:
-        """Whether an operand is a parameter, at most re-arranged."""
-        return operand in self.views and self.views[operand].scale is None
-
-    def read_elsewhere(self, nodes: Collection[Node], tag: Node | None = None) -> int:
-        """How many values that some nodes compute from parameters are read by others, too.
-
-        What is tagged is not read by others: they read the tag.
-        """
-        if not nodes:
-            return 0
-        inside: Counter[Operand] = Counter(tag.inputs) if tag is not None else Counter()
-        for node in nodes:
-            inside.update(node.inputs)
-        computed: set[Operand] = set(self.views)
-        for node in sorted(nodes, key=lambda node: self.order.get(node, 0)):
-            if not computed.isdisjoint(node.inputs):
-                computed.update(node.outputs)
-        outputs = {out for node in nodes for out in node.outputs}
-        found = (outputs & computed) - set(self.views)
-        return sum(self.readers[operand] > inside[operand] for operand in found)
-
-    def add(self, param: int, use: Use) -> None:
-        self.uses.setdefault(param, []).append(use)
-
-    def give_up(self, reason: str) -> None:
-        """Let no site be doubtful any more: none of these is one."""
-        for uses in self.uses.values():
-            uses[:] = [
-                Use(use.node, reason=reason) if use.site in self.doubtful else use for use in uses
-            ]
-
-    def leave_out(self, reached: Set[Operand]) -> None:
-        """Leave out the uses that return nothing that is reached: there is no curvature there."""
-        for param, uses in self.uses.items():
-            kept = [use for use in uses if not reached.isdisjoint(use.node.outputs)]
-            if uses and not kept:
-                self.without_derivative.add(param)
-            uses[:] = kept
-
-    def replace_site(self, old: Site, new: Site) -> None:
-        """Put a site in the place of another wherever that is used."""
-        for uses in self.uses.values():
-            uses[:] = [replace(use, site=new) if use.site is old else use for use in uses]
 
 
 # Products with one-hot vectors, which look up rows of a table.
@@ -357,7 +249,7 @@ def as_lookup(site: Site, made_by: Mapping[Operand, Node]) -> Site:
         tag=embedding_tag,
         factors=(indices,),
         input_arrangement=Arrangement.of(axes, [positions]),
-        constants=(("rows", (vectors.shape[-1], False)),),
+        rows=Rows(vectors.shape[-1]),
     )
 
 
@@ -390,269 +282,201 @@ def _before(operand: Operand, name: str, made_by: Mapping[Operand, Node]) -> Ope
     return found
 
 
-# Where things stand in one body of a program, and what an operation with a parameter is there.
+# One encounter of an operation with a parameter.
+
+
+@dataclass(frozen=True, eq=False)
+class Encounter:
+    """An operation that meets a parameter: a use of a layer, or the reason why it is none.
+
+    A bias is also a use of its own, `alone`, should it not be able to stay with what it joined.
+    """
+
+    node: Node
+    site: Site | None = None
+    reason: str = ""
+    alone: Site | None = None
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """The output of a use, re-arranged. `only` if nothing else reads it on the way."""
+
+    site: Site
+    axes: Axes
+    only: bool
+
 
 View = ParamView | SiteView | ConcatView | Parts
 
+Views = Sequence[View | None]
+"""What the operands, or the outputs, of an operation are; None for anything else."""
+
+
+class Met(NamedTuple):
+    """Uses of parameters, or reasons, by the numbers of these; and what the output then is."""
+
+    uses: Mapping[int, Encounter | Site | str]
+    view: View | None = None
+
+
+Result = Views | Met | str
+"""What an operation does: move parameters about (views of its outputs), use them, or a reason."""
+
+Transfer = Callable[["Interpreter", Node, Views], Result]
+
+NO_EXAMPLES = "it meets nothing that differs from example to example"
+_SMALL = 65536
+
 
 @dataclass
-class Frame:
-    """What is known so far of the variables of a body, and of all parameters."""
+class Interpreter:
+    """Follows parameters through a program and its bodies, to the operations that use them.
 
-    found: Found
-    views: dict[Variable, View]
-    data: set[Operand]
+    Each variable is written once in a program, so there is one table for all of its bodies.
+    """
+
+    examples: Examples
+    through_custom: bool = False
+    """Whether to look into functions with derivatives of their own."""
+    is_tagged: bool = False
+    """Whether all layers are tagged already, so that only their parameters are looked for."""
+    uses: dict[int, list[Encounter]] = field(default_factory=dict)
+    """For each parameter, what meets it."""
+    explicit: list[tuple[Node, list[ParamView | None]]] = field(default_factory=list)
+    """The layers that were tagged by hand: the node of each tag, and its parameters."""
+    covered: dict[Node, set[Node]] = field(default_factory=dict)
+    """What lies between the inputs and the outputs of each of these tags."""
+    views: dict[Operand, View] = field(default_factory=dict)
+    """What is a parameter, the output of a use, or made of such."""
+    readers: Counter[Operand] = field(default_factory=Counter)
+    """How often each operand is read."""
+    order: dict[Node, int] = field(default_factory=dict)
+    """The nodes, in the order in which they are computed."""
+    without_derivative: set[int] = field(default_factory=set)
+    """Parameters with uses, all of which were left out as no loss has a derivative there."""
+    data: set[Operand] = field(default_factory=set)
+    """What depends on the arrays that have examples."""
     made_by: dict[Operand, Node] = field(default_factory=dict)
     numbers: dict[Operand, Any] = field(default_factory=dict)
-    """Numbers, and whole numbers in arrays, that are computed from nothing but constants."""
-    examples: Examples = field(default_factory=Examples)
-    for_each_example: bool = False
-    """Whether all of it is in a loop over examples."""
-    num_steps: int = 1
-    """How often all of it is done, by the loops around it."""
-
-    def view(self, operand: Operand) -> View | None:
-        return self.views.get(operand) if isinstance(operand, Variable) else None
-
-    def compute(self, node: Node) -> None:
-        """Compute what an operation puts out, if that is small and depends on constants only."""
-        values = [self.number(operand) for operand in node.inputs]
-        if any(value is None for value in values) or not all(map(_is_small, node.outputs)):
-            return
-        outputs = _jax.run_now(node.equation, values)
-        if outputs is not None:
-            self.numbers.update(zip(node.outputs, outputs, strict=True))
-
-    def number(self, operand: Operand) -> Any:
-        """The value of an operand, if that is known and small."""
-        if isinstance(operand, Constant):
-            known = not operand.shape or _is_whole(jnp.result_type(operand.value))
-            return operand.value if known and math.prod(operand.shape) <= _SMALL else None
-        return self.numbers.get(operand)
-
-    def is_known(self, operand: Operand) -> bool:
-        """Whether a value is the same for all examples, and that is known."""
-        return self.examples.is_known and operand not in self.data
-
-    def differs(self, site: Site) -> bool:
-        """Whether what a site puts out differs from example to example, as far as is known.
-
-        Either there is an axis for examples, or all of it is in a loop over these, or the site is
-        at so many places that depend on examples that it must be: the edges of a graph, say. Where
-        nothing is known, it is to be at as many places as there are examples.
-        """
-        if self.examples.axes.get(site.output) or site.output in self.examples.followed:
-            return True
-        places = math.prod(site.output.shape[axis] for axis in site.positions)
-        if not self.examples.is_known:
-            return places * self.num_steps >= self.examples.batch_size
-        many = self.for_each_example or places >= self.examples.batch_size
-        return many and site.output in self.data
-
-    def dense(self, node: Node, view: ParamView, number: int) -> Site | str:
-        site = dense_site(node, view, is_left=number == 0)
-        if isinstance(site, str) or view.scale is not None:
-            return site
-        return as_lookup(site, self.made_by)
-
-    def gather(self, node: Node, view: ParamView, number: int) -> Site | str:
-        if number != 0:
-            return "it is used as an index"
-        if view.scale is not None:
-            return "it is multiplied with a constant before it is indexed"
-        return embedding_site(node, view)
-
-    def scale(self, node: Node, view: ParamView, number: int) -> Site | str:
-        other = node.inputs[1 - number]
-        if not self._meets_data(node, view, other):
-            return NO_EXAMPLES
-        return elementwise_site(node, self._spread(node, view), other, "scale")
-
-    def scale_further(self, node: Node, views: Sequence[View | None]) -> None:
-        for number, view in enumerate(views):
-            if isinstance(view, SiteView) and view.only and _is_scale(view.site):
-                further = scaled_further(view.site, node, view.axes, node.inputs[1 - number])
-                if further is not None:
-                    self.found.replace_site(view.site, further)
-                    only = self.found.readers[further.output] == 1
-                    self.views[further.output] = SiteView(further, further.axes, only)
-                return
-
-    def conv(self, node: Node, view: ParamView, number: int) -> Site | str:
-        return conv_site(node, view) if number == 1 else "it is convolved with a kernel"
-
-    def shift(self, node: Node, view: ParamView, number: int) -> Use | str:
-        other = node.inputs[1 - number]
-        if not self._meets_data(node, view, other):
-            return NO_EXAMPLES
-        if view.scale is not None:
-            return "it is multiplied with a constant before it is added"
-        spread = self._spread(node, view)
-        alone = elementwise_site(node, spread, other, "shift")
-        if isinstance(alone, str):
-            return alone
-        before = self.view(other)
-        if isinstance(before, SiteView) and before.only and _takes_bias(before.site):
-            axes = before.axes
-            if axes.shape == node.outputs[0].shape:
-                joined = join(before.site, node, axes, spread)
-                if joined is not None:
-                    self.found.replace_site(before.site, joined)
-                    return Use(node, joined, alone=alone)
-        return Use(node, alone)
-
-    def _meets_data(self, node: Node, view: ParamView, other: Operand) -> bool:
-        repeated = any(atom.origin is None for atom in view.axes.atoms)
-        spread = repeated or view.axes.shape != node.outputs[0].shape
-        return self.examples.is_known or other in self.data or spread
-
-    def _spread(self, node: Node, view: ParamView) -> ParamView:
-        """The parameter broadcast to the result: an axis of size one stands for a longer one."""
-        shape = node.outputs[0].shape
-        if view.axes.shape == shape:
-            return view
-        # A number has no axes to begin with; anything else has as many as the result.
-        axes = range(len(shape)) if view.axes.dims else ()
-        return replace(view, axes=view.axes.broadcast(shape, axes))
-
-
-_SMALL = 65536
-NO_EXAMPLES = "it meets nothing that differs from example to example"
-
-
-def _is_whole(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
-
-
-def _is_small(output: Variable) -> bool:
-    known = output.dtype is not None and (not output.shape or _is_whole(output.dtype))
-    return known and math.prod(output.shape) <= _SMALL
-
-
-def _is_scale(site: Site) -> bool:
-    constants = dict(site.constants)
-    return constants.get("has_scale", False) and not constants["has_shift"]
-
-
-def _takes_bias(site: Site) -> bool:
-    if "has_shift" in dict(site.constants):
-        return _is_scale(site)
-    return len(site.params) == 1 and site.tag.name != "embedding_tag"
-
-
-OPERATIONS: dict[str, Callable[[Frame, Node, ParamView, int], Any]] = {
-    "dot_general": Frame.dense,
-    "mul": Frame.scale,
-    "add": Frame.shift,
-    "add_any": Frame.shift,
-    "gather": Frame.gather,
-    "conv_general_dilated": Frame.conv,
-}
-"""Operations that are layers, if they meet a parameter in the right way."""
-
-
-def find_uses(
-    program: Program,
-    params: Sequence[Variable],
-    through_custom: bool = False,
-    examples: Examples | None = None,
-    is_tagged: bool = False,
-) -> Found:
-    """The uses of each parameter.
-
-    `through_custom`: also inside custom derivatives. `is_tagged`: all layers are tagged already,
-    and it is only to be found which parameters these have.
-    """
-    found = Found({number: [] for number in range(len(params))}, readers=_readers(program))
-    found.order.update({node: number for number, node in enumerate(program.all_nodes())})
-    numbers = {variable: number for number, variable in enumerate(params)}
-    views = {v: ParamView(n, Axes.of(v.shape), v) for v, n in numbers.items()}
-    examples = examples or Examples()
-    known = lambda v: examples.is_known and v not in examples.axes
-    data = {v for v in program.inputs if v not in numbers and not known(v)}
-    _Finder(found, through_custom, examples, is_tagged).walk(program, views, data)
-    found.give_up(NO_EXAMPLES)
-    return found
-
-
-def _readers(program: Program) -> Counter[Operand]:
-    """How often each operand is read."""
-    count: Counter[Operand] = Counter(program.outputs)
-    for node in program.all_nodes():
-        count.update(node.inputs)
-        if node.body is not None:
-            count.update(node.body.outputs)
-    return count
-
-
-@dataclass
-class _Finder:
-    found: Found
-    through_custom: bool
-    examples: Examples
-    is_tagged: bool
-    for_each_example: bool = False
-    num_steps: int = 1
+    """Numbers, and integers in arrays, that are computed from nothing but constants."""
+    doubtful: set[Site] = field(default_factory=set)
+    """Uses that met nothing so far that differs from example to example."""
     reason: str = ""
-    """Why nothing in here can be a layer, if so."""
+    """Why nothing in the present body can be a layer, if so."""
+    for_each_example: bool = False
+    """Whether the present body is in a loop over examples."""
+    num_steps: int = 1
+    """How often the present body is run, by the loops around it."""
 
-    def walk(
-        self, program: Program, views: dict[Variable, ParamView], data: set[Variable]
-    ) -> tuple[list[ParamView | None], list[bool]]:
-        """Go through a program. Returns views of its outputs, and which depend on data."""
-        frame = _Walk(
-            self.found,
-            dict(views),
-            set(data),
-            examples=self.examples,
-            for_each_example=self.for_each_example,
-            num_steps=self.num_steps,
-            finder=self,
-        )
+    # What was found.
+
+    def is_param(self, operand: Operand) -> bool:
+        """Whether an operand is a parameter, at most re-arranged."""
+        view = self.views.get(operand)
+        return isinstance(view, ParamView) and view.scale is None
+
+    def read_elsewhere(self, nodes: Collection[Node], tag: Node | None = None) -> int:
+        """Count the values that some nodes compute from parameters and others read, too.
+
+        What is tagged is not read by others: they read the tag.
+        """
+        if not nodes:
+            return 0
+        inside: Counter[Operand] = Counter(tag.inputs) if tag is not None else Counter()
+        for node in nodes:
+            inside.update(node.inputs)
+        params = {x for x, view in self.views.items() if isinstance(view, ParamView)}
+        computed: set[Operand] = set(params)
+        for node in sorted(nodes, key=lambda node: self.order.get(node, 0)):
+            if not computed.isdisjoint(node.inputs):
+                computed.update(node.outputs)
+        outputs: set[Operand] = {out for node in nodes for out in node.outputs}
+        found = (outputs & computed) - params
+        return sum(self.readers[operand] > inside[operand] for operand in found)
+
+    def leave_out(self, reached: Set[Operand]) -> None:
+        """Leave out the uses that return nothing that is reached: there is no curvature there."""
+        for param, met in self.uses.items():
+            kept = [each for each in met if not reached.isdisjoint(each.node.outputs)]
+            if met and not kept:
+                self.without_derivative.add(param)
+            met[:] = kept
+
+    def reject_doubtful(self, reason: str) -> None:
+        """Turn the uses that met nothing that differs between examples into a reason."""
+        for met in self.uses.values():
+            met[:] = [
+                Encounter(each.node, reason=reason) if each.site in self.doubtful else each
+                for each in met
+            ]
+
+    # Walking through a program.
+
+    def walk(self, program: Program) -> None:
+        """Go through all nodes of a program or a body, whose inputs are in the tables."""
         for node in program.nodes:
-            frame.visit(node)
-        outputs = [frame.view(operand) for operand in program.outputs]
-        own = [view if isinstance(view, ParamView) else None for view in outputs]
-        for variable, view in frame.views.items():
-            if isinstance(view, ParamView):
-                self.found.views[variable] = view
-        return own, [operand in frame.data for operand in program.outputs]
+            self._visit(node)
 
-
-@dataclass
-class _Walk(Frame):
-    """Goes through a body, node by node."""
-
-    finder: _Finder = field(kw_only=True)
-
-    def visit(self, node: Node) -> None:
+    def _visit(self, node: Node) -> None:
         if any(operand in self.data for operand in node.inputs):
             self.data.update(node.outputs)
-        self.data.update(out for out in node.outputs if out in self.examples.axes)
         self.made_by.update(dict.fromkeys(node.outputs, node))
-        views = [self.view(operand) for operand in node.inputs]
+        views = [self.views.get(operand) for operand in node.inputs]
         if isinstance(node.equation.primitive, LayerTag):
             self._explicit(node, views)
         elif node.body is not None:
             self._enter(node, node.body, views)
         elif any(view is not None for view in views):
-            self._use(node, views)
+            transfer = TRANSFER.get(node.name, _unknown)
+            self._record(node, views, transfer(self, node, views))
         elif node.kind == "plain":
-            self.compute(node)
+            self._compute(node)
 
-    def _explicit(self, node: Node, views: Sequence[View | None]) -> None:
+    def _record(self, node: Node, views: Views, result: Result) -> None:
+        if isinstance(result, str):
+            result = Met({view.param: result for view in params_among(views)})
+        if not isinstance(result, Met):
+            self.views.update({x: v for x, v in zip(node.outputs, result, strict=False) if v})
+            return
+        for param, each in result.uses.items():
+            self.note(node, param, each)
+        if result.view is not None and not self.reason:
+            self.views[node.outputs[0]] = result.view
+
+    def note(self, node: Node, param: int, met: Encounter | Site | str) -> None:
+        """Note what meets a parameter."""
+        if self.reason and not isinstance(met, str):
+            met = self.reason
+        if isinstance(met, str):
+            met = Encounter(node, reason=met)
+        elif isinstance(met, Site):
+            met = Encounter(node, met)
+        self.uses[param].append(met)
+        if met.site is not None:
+            only = self.readers[met.site.output] == 1
+            self.views[met.site.output] = SiteView(met.site, met.site.axes, only)
+            if not self._differs(met.site):
+                self.doubtful.add(met.site)
+
+    def replace_site(self, old: Site, new: Site) -> None:
+        """Put a use in the place of another."""
+        for met in self.uses.values():
+            met[:] = [replace(each, site=new) if each.site is old else each for each in met]
+
+    def _explicit(self, node: Node, views: Views) -> None:
         tag = node.equation.primitive
         params = views[tag.num_outputs + tag.num_inputs :]
-        # Where curvax tags a parameter that was scaled, it scales the input.
-        scaled = node.params.get("scaled", False)
+        # Where detection tags a parameter that was scaled, it scales the input.
+        is_ours = node.params.get("use") is not None
         own = [
-            view if isinstance(view, ParamView) and (scaled or view.scale is None) else None
+            view if isinstance(view, ParamView) and (is_ours or view.scale is None) else None
             for view in params
         ]
-        self.found.explicit.append((node, own))
+        self.explicit.append((node, own))
         cut = tag.num_outputs
         between = lambda: self._between(node.inputs[:cut], node.inputs[cut:])
-        self.found.covered[node] = set() if self.finder.is_tagged else between()
+        self.covered[node] = set() if self.is_tagged else between()
 
     def _between(self, outputs: Sequence[Operand], inputs: Sequence[Operand]) -> set[Node]:
         """The nodes by which the outputs were computed, back to the inputs."""
@@ -667,241 +491,428 @@ class _Walk(Frame):
             pending += node.inputs
         return nodes
 
-    def _use(self, node: Node, views: Sequence[View | None]) -> None:
-        if node.name in REARRANGED:
-            for view, output in zip(views, node.outputs, strict=False):
-                if view is not None:
-                    self._rearrange(node, view, output)
-            return
-        if any(isinstance(view, ConcatView) for view in views):
-            self._use_parts(node, views)
-            return
-        params = [view for view in views if isinstance(view, ParamView)]
-        if len(params) == 1 and self._cut_or_scaled(node, params[0], views.index(params[0])):
-            return
-        if node.name == "concatenate" and len(params) == len(views) and not self.finder.reason:
-            self._put_together(node, params)
-            return
-        if not params:
-            if node.name == "mul":
-                self.scale_further(node, views)
-            return
-        results = self._sites(node, views)
-        for view in params:
-            result = results if isinstance(results, str) else results.get(view.param)
-            self._note(node, view, result)
-
-    def _cut_or_scaled(self, node: Node, view: ParamView, number: int) -> bool:
-        """Whether what is done to a parameter only cuts it or multiplies it with a constant."""
-        if node.name in ("slice", "split"):
-            pieces = cut_out(node, view)
-            if isinstance(pieces, str):
-                self._note(node, view, pieces)
-            else:
-                self.views.update(zip(node.outputs, pieces, strict=True))
-            return True
-        if node.name == "gather":
-            return number == 0 and self._rows_in_order(node, view)
-        if node.name in ("add", "add_any"):
-            return self._moved_by_what_is_known(node, view)
-        if node.name != "mul" and (node.name, number) != ("div", 0):
-            return False
-        factor = self.number(node.inputs[1 - number])
-        (output,) = node.outputs
-        if factor is None or jnp.shape(factor) or output.shape != view.axes.shape:
-            return False
-        if not _jax.is_tracer(factor):  # Else it is good for this trace only, like all else.
-            factor = np.asarray(factor)
-        factor = factor if node.name == "mul" else 1 / factor
-        scale = factor if view.scale is None else view.scale * factor
-        self.views[output] = replace(view, operand=output, scale=scale)
-        return True
-
-    def _moved_by_what_is_known(self, node: Node, view: ParamView) -> bool:
-        """Whether something is added to a parameter that is the same for all examples."""
-        (output,) = node.outputs
-        known = self.finder.is_tagged or self.is_known(output)
-        if not known or output.shape != view.axes.shape or view.scale is not None:
-            return False
-        self.views[output] = replace(view, operand=output)
-        return True
-
-    def _rows_in_order(self, node: Node, view: ParamView) -> bool:
-        """Whether rows are looked up that are known, and follow one another: they are cut out."""
-        indices = self.number(node.inputs[1])
-        rows = None if indices is None else np.asarray(indices).reshape(-1)
-        site = embedding_site(node, view)
-        if rows is None or not rows.size or isinstance(site, str) or site.positions != (0,):
-            return False
-        first, last = int(rows[0]), int(rows[0]) + rows.size
-        in_order = first >= 0 and last <= view.axes.shape[0] and np.all(np.diff(rows) == 1)
-        whole_rows = site.layouts[0].inputs == view.axes.dims[0]
-        piece = cut_piece(view, {0: (first, last)}) if in_order and whole_rows else None
-        if piece is None:
-            return False
-        (output,) = node.outputs
-        self.views[output] = replace(piece, operand=output)
-        return True
-
-    def _put_together(self, node: Node, params: Sequence[ParamView]) -> None:
-        if all(view.scale is None for view in params):
-            self.views[node.outputs[0]] = ConcatView(tuple(params), node.params["dimension"])
-            return
-        for view in params:
-            scaled = "one of them is multiplied with a constant before it is put together"
-            self._note(node, view, f"{scaled} with others")
-
-    def _use_parts(self, node: Node, views: Sequence[View | None]) -> None:
-        """A use of parameters that were put together."""
-        (view, *others) = [view for view in views if isinstance(view, ConcatView)]
-        number = views.index(view)
-        result: Any = f"it is put together with others, and used by `{node.name}`"
-        if others or any(isinstance(view, ParamView) for view in views):
-            result = f"it meets another parameter in `{node.name}` before it meets data"
-        elif node.name == "dot_general":
-            result = dense_parts(node, view, number)
-        elif node.name in ("add", "add_any"):
-            before = self.view(node.inputs[1 - number])
-            only = self.found.readers[node.inputs[1 - number]] == 1
-            parts = before if isinstance(before, Parts) and only else None
-            result = shift_parts(node, view, node.inputs[1 - number], parts)
-            if parts is not None and not isinstance(result, str) and result[0] != result[1]:
-                for old, new in zip(parts.sites, result[0].sites, strict=True):
-                    self.found.replace_site(old, new)
-        if isinstance(result, str):
-            for param in view.params:
-                self._note(node, param, result)
-            return
-        sites, alone = result if isinstance(result, tuple) else (result, None)
-        for k, param in enumerate(view.params):
-            use = Use(node, sites.sites[k], alone=None if alone is None else alone.sites[k])
-            self.found.add(param.param, use)
-            if not self.differs(sites.sites[k]):
-                self.found.doubtful.add(sites.sites[k])
-        self.views[node.outputs[0]] = sites
-
-    def _rearrange(self, node: Node, view: View, output: Variable) -> None:
-        real = output.dtype is not None and jnp.issubdtype(output.dtype, jnp.floating)
-        move = REARRANGED[node.name]
-        if isinstance(view, Parts):
-            return
-        if isinstance(view, ConcatView):
-            parts = view.rearranged(node.name, move, node.params, output) if real else None
-            if parts is not None:
-                self.views[output] = parts
-                return
-            for param in view.params:
-                self._note(node, param, "it is put together with others and then mixed with them")
-            return
-        moved = move(view.axes, node.params)
-        if isinstance(view, ParamView):
-            if moved is None or not real:
-                reason = "its axes are mixed" if real else f"it is converted to {output.dtype}"
-                self._note(node, view, f"{reason} before it is used")
-            else:
-                self.views[output] = replace(view, axes=moved, operand=output)
-        elif moved is not None and real:
-            only = view.only and self.found.readers[output] == 1
-            self.views[output] = replace(view, axes=moved, only=only)
-
-    def _sites(self, node: Node, views: Sequence[View | None]) -> Any:
-        """For each parameter a site or a reason, or one reason for all."""
-        params = [view for view in views if isinstance(view, ParamView)]
-        if self.finder.reason:
-            return self.finder.reason
-        if node.name == "concatenate" and len(params) < len(views):
-            own = [view if isinstance(view, ParamView) else None for view in views]
-            return put_beside(node, own)
-        if len(params) > 1:
-            return f"it meets another parameter in `{node.name}` before it meets data"
-        (view,) = params
-        number = views.index(view)
-        make = OPERATIONS.get(node.name)
-        if make is None:
-            inside = "inside of" if node.kind == "opaque" else "by"
-            return f"it is used {inside} `{node.name}`, of which no layer is known"
-        return {view.param: make(self, node, view, number)}
-
-    def _note(self, node: Node, view: ParamView, result: Any) -> None:
-        found = self.found
-        if isinstance(result, Use):
-            found.add(view.param, result)
-            site = result.site
-        elif isinstance(result, Site):
-            found.add(view.param, Use(node, result))
-            site = result
-        else:
-            found.add(view.param, Use(node, reason=result))
-            site = None
-        if site is not None:
-            only = self.found.readers[site.output] == 1
-            self.views[site.output] = SiteView(site, site.axes, only)
-            if not self.differs(site):
-                found.doubtful.add(site)
-
-    def _enter(self, node: Node, body: Program, views: Sequence[View | None]) -> None:
-        own = [view if isinstance(view, ParamView) else None for view in views]
-        reason = self.finder.reason
-        if node.kind == "custom" and not self.finder.through_custom and not reason:
+    def _enter(self, node: Node, body: Program, views: Views) -> None:
+        """Go through the body of a node, whose inputs are its own."""
+        before = self.reason, self.for_each_example, self.num_steps
+        if node.kind == "custom" and not self.through_custom and not self.reason:
             name = _jax.function_name(node.equation)
-            reason = f"it is used inside of `{name}`, which has derivatives of its own"
-        over_examples = not self.examples.loops.isdisjoint(node.outputs)
-        inner = replace(
-            self.finder,
-            reason=reason,
-            for_each_example=self.for_each_example or over_examples,
-        )
-        given = dict(zip(body.inputs, own, strict=True))
-        data = {
-            v for v, operand in zip(body.inputs, node.inputs, strict=True) if operand in self.data
-        }
+            self.reason = f"it is used inside of `{name}`, which has derivatives of its own"
+        for variable, operand in zip(body.inputs, node.inputs, strict=True):
+            if operand in self.data:
+                self.data.add(variable)
+        own = [view if isinstance(view, ParamView) else None for view in views]
         if node.kind == "scan":
-            self._enter_scan(node, body, given, data, inner)
-            return
-        inside = {v: replace(view, operand=v) for v, view in given.items() if view is not None}
-        outputs, of_data = inner.walk(body, inside, data)
-        self._leave(node, outputs, of_data)
+            self.for_each_example |= node in self.examples.loops
+            outputs = self._enter_scan(node, body, own)
+        else:
+            for variable, view in zip(body.inputs, own, strict=True):
+                if view is not None:
+                    self.views[variable] = replace(view, operand=variable)
+            self.walk(body)
+            outputs = self.params_of(body.outputs)
+        self.reason, self.for_each_example, self.num_steps = before
+        for variable, view, inner in zip(node.outputs, outputs, body.outputs, strict=True):
+            if view is not None:
+                self.views[variable] = replace(view, operand=variable)
+            if inner in self.data:
+                self.data.add(variable)
 
     def _enter_scan(
-        self,
-        node: Node,
-        body: Program,
-        given: dict[Variable, ParamView | None],
-        data: set[Variable],
-        inner: _Finder,
-    ) -> None:
+        self, node: Node, body: Program, views: Sequence[ParamView | None]
+    ) -> list[ParamView | None]:
+        """Go through the body of a loop. Returns the parameters that it returns unchanged."""
         form = _jax.ScanForm.of(node.equation)
-        inner = replace(inner, num_steps=self.num_steps * form.length)
+        self.num_steps *= form.length
         carried = range(form.num_consts, form.num_consts + form.num_carry)
-        inside: dict[Variable, ParamView] = {}
         unchanged: dict[int, ParamView] = {}
-        for number, (variable, view) in enumerate(given.items()):
+        for number, (variable, view) in enumerate(zip(body.inputs, views, strict=True)):
             if view is None:
                 continue
             if number in carried:
                 position = number - form.num_consts
                 if body.outputs[position] is not variable:
-                    self._note(node, view, "a loop carries it along and changes it")
-                    data.add(variable)
+                    self.note(node, view.param, "a loop carries it along and changes it")
+                    self.data.add(variable)
                     continue
                 unchanged[position] = view
             axes = view.axes.inside_loop(element=number >= carried.stop)
-            inside[variable] = replace(view, axes=axes, operand=variable)
+            self.views[variable] = replace(view, axes=axes, operand=variable)
         # What a loop carries depends on data if anything does that it is computed from.
         if any(operand in self.data for operand in node.inputs):
-            data.update(body.inputs[number] for number in carried)
-        returned, of_data = inner.walk(body, inside, data)
-        for number, view in enumerate(returned):
+            self.data.update(body.inputs[number] for number in carried)
+        self.walk(body)
+        for number, view in enumerate(self.params_of(body.outputs)):
             if view is not None and number not in unchanged:
-                self._note(node, view, "a loop returns it")
-        outputs = [unchanged.get(number) for number in range(len(node.outputs))]
-        self._leave(node, outputs, of_data)
+                self.note(node, view.param, "a loop returns it")
+        return [unchanged.get(number) for number in range(len(node.outputs))]
 
-    def _leave(
-        self, node: Node, outputs: Sequence[ParamView | None], of_data: Sequence[bool]
-    ) -> None:
-        for variable, view, is_data in zip(node.outputs, outputs, of_data, strict=True):
-            if view is not None:
-                self.views[variable] = replace(view, operand=variable)
-            if is_data:
-                self.data.add(variable)
+    def params_of(self, operands: Sequence[Operand]) -> list[ParamView | None]:
+        """Return the views of those operands that are parameters."""
+        views = [self.views.get(operand) for operand in operands]
+        return [view if isinstance(view, ParamView) else None for view in views]
+
+    # What is known of values.
+
+    def _compute(self, node: Node) -> None:
+        """Compute what an operation puts out, if that is small and depends on constants only."""
+        values = [self.number(operand) for operand in node.inputs]
+        if any(value is None for value in values) or not all(map(_is_small, node.outputs)):
+            return
+        outputs = _jax.run_now(node.equation, values)
+        if outputs is not None:
+            self.numbers.update(zip(node.outputs, outputs, strict=True))
+
+    def number(self, operand: Operand) -> Any:
+        """The value of an operand, if that is known and small."""
+        if isinstance(operand, Constant):
+            known = not operand.shape or _is_integer(jnp.result_type(operand.value))
+            return operand.value if known and math.prod(operand.shape) <= _SMALL else None
+        return self.numbers.get(operand)
+
+    def is_constant(self, operand: Operand) -> bool:
+        """Whether a value is known to be the same for all examples."""
+        return self.is_tagged or (self.examples.is_known and operand not in self.data)
+
+    def meets_data(self, node: Node, view: ParamView, other: Operand) -> bool:
+        """Whether a parameter meets something else than a value of its own shape and kind."""
+        repeated = any(atom.origin is None for atom in view.axes.atoms)
+        spread = repeated or view.axes.shape != node.outputs[0].shape
+        return self.examples.is_known or other in self.data or spread
+
+    def _differs(self, site: Site) -> bool:
+        """Whether what a use puts out differs from example to example, as far as is known.
+
+        Either it is about examples, or all of it is in a loop over these, or the use is at so many
+        places that depend on examples that it must be: the edges of a graph, say. Where nothing is
+        known, it is to be at as many places as there are examples.
+        """
+        if site.output in self.examples.rows:
+            return True
+        places = math.prod(site.output.shape[axis] for axis in site.positions)
+        if not self.examples.is_known:
+            return places * self.num_steps >= self.examples.batch_size
+        many = self.for_each_example or places >= self.examples.batch_size
+        return many and site.output in self.data
+
+
+def _is_integer(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _is_small(output: Variable) -> bool:
+    known = output.dtype is not None and (not output.shape or _is_integer(output.dtype))
+    return known and math.prod(output.shape) <= _SMALL
+
+
+def params_among(views: Views) -> list[ParamView]:
+    """The parameters that some operands are, also those that are put together."""
+    found: list[ParamView] = []
+    for view in views:
+        found += [view] if isinstance(view, ParamView) else []
+        found += view.params if isinstance(view, ConcatView) else ()
+    return found
+
+
+# What operations do to parameters: one function each, in `TRANSFER`.
+#
+# A function is given the interpreter, the node and the views of its operands, one of which at least
+# is of a parameter, or of the output of a use. It returns views of the outputs, uses, or a reason.
+
+
+def _unknown(state: Interpreter, node: Node, views: Views) -> str:
+    del state
+    sources = [view for view in views if isinstance(view, ParamView | ConcatView)]
+    if len(sources) > 1:
+        return _meets_another(node)
+    if any(isinstance(view, ConcatView) for view in sources):
+        return f"it is put together with others, and used by `{node.name}`"
+    inside = "inside of" if node.kind == "opaque" else "by"
+    return f"it is used {inside} `{node.name}`, of which no layer is known"
+
+
+def _meets_another(node: Node) -> str:
+    return f"it meets another parameter in `{node.name}` before it meets data"
+
+
+def _only_param(views: Views) -> tuple[int, ParamView] | None:
+    """The one operand that is a parameter, with its number; None if there is another number."""
+    found = [(k, view) for k, view in enumerate(views) if isinstance(view, ParamView)]
+    return found[0] if len(found) == len(params_among(views)) == 1 else None
+
+
+def _rearrange(state: Interpreter, node: Node, views: Views) -> Result:
+    move = REARRANGED[node.name]
+    found: list[View | None] = []
+    reasons: dict[int, Encounter | Site | str] = {}
+    for view, output in zip(views, node.outputs, strict=False):
+        real = output.dtype is not None and jnp.issubdtype(output.dtype, jnp.floating)
+        moved: View | None = None
+        if isinstance(view, ConcatView):
+            moved = view.rearranged(node.name, move, node.params, output) if real else None
+            mixed = "it is put together with others and then mixed with them"
+            reasons |= {} if moved else {param.param: mixed for param in view.params}
+        elif isinstance(view, ParamView | SiteView):
+            axes = move(view.axes, node.params) if real else None
+            if isinstance(view, SiteView):
+                only = view.only and state.readers[output] == 1
+                moved = None if axes is None else replace(view, axes=axes, only=only)
+            elif axes is not None:
+                moved = replace(view, axes=axes, operand=output)
+            else:
+                reason = "its axes are mixed" if real else f"it is converted to {output.dtype}"
+                reasons[view.param] = f"{reason} before it is used"
+        found.append(moved)
+    return Met(reasons) if reasons else found
+
+
+def _slice(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    return _unknown(state, node, views) if only is None else cut_out(node, only[1])
+
+
+def _gather(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    if only is None:
+        return _unknown(state, node, views)
+    number, view = only
+    if number != 0:
+        return "it is used as an index"
+    rows = _rows_in_order(state, node, view)
+    if rows is not None:
+        return [rows]
+    if view.scale is not None:
+        return "it is multiplied with a constant before it is indexed"
+    return Met({view.param: embedding_site(node, view)})
+
+
+def _rows_in_order(state: Interpreter, node: Node, view: ParamView) -> ParamView | None:
+    """Rows that are looked up, are known and follow one another: they are cut out."""
+    indices = state.number(node.inputs[1])
+    rows = None if indices is None else np.asarray(indices).reshape(-1)
+    site = embedding_site(node, view)
+    if rows is None or not rows.size or isinstance(site, str) or site.positions != (0,):
+        return None
+    first, last = int(rows[0]), int(rows[0]) + rows.size
+    in_order = first >= 0 and last <= view.axes.shape[0] and np.all(np.diff(rows) == 1)
+    whole_rows = site.layouts[0].inputs == view.axes.dims[0]
+    piece = cut_piece(view, {0: (first, last)}) if in_order and whole_rows else None
+    return None if piece is None else replace(piece, operand=node.outputs[0])
+
+
+def _dot_general(state: Interpreter, node: Node, views: Views) -> Result:
+    concatenated = [view for view in views if isinstance(view, ConcatView)]
+    if len(concatenated) == 1 and len(params_among(views)) == len(concatenated[0].params):
+        (view,) = concatenated
+        parts = dense_parts(node, view, views.index(view))
+        return parts if isinstance(parts, str) else _met_parts(view, parts)
+    only = _only_param(views)
+    if only is None:
+        return _unknown(state, node, views)
+    number, view = only
+    site = dense_site(node, view, is_left=number == 0)
+    if not isinstance(site, str) and view.scale is None:
+        site = as_lookup(site, state.made_by)
+    return Met({view.param: site})
+
+
+def _met_parts(view: ConcatView, sites: Parts, alone: Parts | None = None) -> Met:
+    """Uses of parameters that are put together, each with its own part of the output."""
+    return Met(
+        {
+            param.param: Encounter(site.node, site, alone=None if alone is None else alone.sites[k])
+            for k, (param, site) in enumerate(zip(view.params, sites.sites, strict=True))
+        },
+        sites,
+    )
+
+
+def _conv(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    if only is None:
+        return _unknown(state, node, views)
+    number, view = only
+    return Met({view.param: conv_site(node, view) if number == 1 else "it is convolved"})
+
+
+def _mul(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    if only is not None:
+        return _scaled_by_number(state, node, *only) or _scale(state, node, *only)
+    if params_among(views):
+        return _unknown(state, node, views)
+    # `(r * s) * v` is `(r * v) * s`: a scale whose output is multiplied further.
+    for number, view in enumerate(views):
+        if isinstance(view, SiteView) and view.only and _is_scale(view.site):
+            further = scaled_further(view.site, node, view.axes, node.inputs[1 - number])
+            if further is None:
+                break
+            state.replace_site(view.site, further)
+            return [SiteView(further, further.axes, state.readers[further.output] == 1)]
+    return []
+
+
+def _div(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    if only is None:
+        return _unknown(state, node, views) if params_among(views) else []
+    return _scaled_by_number(state, node, *only) or _unknown(state, node, views)
+
+
+def _scaled_by_number(
+    state: Interpreter, node: Node, number: int, view: ParamView
+) -> list[ParamView] | None:
+    """A parameter that is multiplied with, or divided by, a number that is known."""
+    if (node.name, number) == ("div", 1):
+        return None
+    factor = state.number(node.inputs[1 - number])
+    (output,) = node.outputs
+    if factor is None or jnp.shape(factor) or output.shape != view.axes.shape:
+        return None
+    if not _jax.is_tracer(factor):  # Else it is good for this trace only, like all else.
+        factor = np.asarray(factor)
+    factor = factor if node.name == "mul" else 1 / factor
+    scale = factor if view.scale is None else view.scale * factor
+    return [replace(view, operand=output, scale=scale)]
+
+
+def _scale(state: Interpreter, node: Node, number: int, view: ParamView) -> Result:
+    other = node.inputs[1 - number]
+    if not state.meets_data(node, view, other):
+        return NO_EXAMPLES
+    return Met({view.param: elementwise_site(node, _spread(node, view), other, "scale")})
+
+
+def _add(state: Interpreter, node: Node, views: Views) -> Result:
+    only = _only_param(views)
+    concatenated = [view for view in views if isinstance(view, ConcatView)]
+    if only is None and len(concatenated) == 1:
+        return _shift_parts(state, node, views, concatenated[0])
+    if only is None:
+        return _unknown(state, node, views) if params_among(views) else []
+    number, view = only
+    (output,) = node.outputs
+    # What is the same for all examples may be added to a parameter: its derivatives are the same.
+    same_shape = output.shape == view.axes.shape
+    if state.is_constant(output) and same_shape and view.scale is None:
+        return [replace(view, operand=output)]
+    other = node.inputs[1 - number]
+    if not state.meets_data(node, view, other):
+        return NO_EXAMPLES
+    if view.scale is not None:
+        return "it is multiplied with a constant before it is added"
+    spread = _spread(node, view)
+    alone = elementwise_site(node, spread, other, "shift")
+    before = state.views.get(other)
+    if isinstance(alone, Site) and isinstance(before, SiteView) and before.only:
+        fits = before.axes.shape == output.shape and _takes_bias(before.site)
+        joined = join(before.site, node, before.axes, spread) if fits else None
+        if joined is not None and not state.reason:
+            state.replace_site(before.site, joined)
+            return Met({view.param: Encounter(node, joined, alone=alone)})
+    return Met({view.param: alone})
+
+
+def _shift_parts(state: Interpreter, node: Node, views: Views, view: ConcatView) -> Result:
+    if len(params_among(views)) > len(view.params):
+        return _meets_another(node)
+    other = node.inputs[1 - views.index(view)]
+    before = state.views.get(other)
+    parts = before if isinstance(before, Parts) and state.readers[other] == 1 else None
+    result = shift_parts(node, view, other, parts)
+    if isinstance(result, str):
+        return result
+    joined, alone = result
+    if parts is not None and joined != alone:
+        for old, new in zip(parts.sites, joined.sites, strict=True):
+            state.replace_site(old, new)
+    return _met_parts(view, joined, alone)
+
+
+def _concatenate(state: Interpreter, node: Node, views: Views) -> Result:
+    if any(isinstance(view, ConcatView) for view in views):
+        return _unknown(state, node, views)
+    params = [view for view in views if isinstance(view, ParamView)]
+    if len(params) < len(views):
+        beside = [view if isinstance(view, ParamView) else None for view in views]
+        return Met(put_beside(node, beside))
+    if any(view.scale is not None for view in params):
+        scaled = "one of them is multiplied with a constant before it is put together"
+        return f"{scaled} with others"
+    return [ConcatView(tuple(params), node.params["dimension"])]
+
+
+def _spread(node: Node, view: ParamView) -> ParamView:
+    """The parameter broadcast to the result: an axis of size one stands for a longer one."""
+    shape = node.outputs[0].shape
+    if view.axes.shape == shape:
+        return view
+    # A number has no axes to begin with; anything else has as many as the result.
+    axes = range(len(shape)) if view.axes.dims else ()
+    return replace(view, axes=view.axes.broadcast(shape, axes))
+
+
+def _is_scale(site: Site) -> bool:
+    return site.has_scale and not site.has_shift
+
+
+def _takes_bias(site: Site) -> bool:
+    if site.tag is scale_and_shift_tag:
+        return _is_scale(site)
+    return len(site.params) == 1 and site.tag is not embedding_tag
+
+
+TRANSFER: dict[str, Transfer] = {
+    **dict.fromkeys(REARRANGED, _rearrange),
+    "slice": _slice,
+    "split": _slice,
+    "gather": _gather,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _conv,
+    "mul": _mul,
+    "div": _div,
+    "add": _add,
+    "add_any": _add,
+    "concatenate": _concatenate,
+}
+"""What is known of operations, by name. Any other makes the parameters that it meets generic."""
+
+
+def find_uses(
+    program: Program,
+    params: Sequence[Variable],
+    through_custom: bool = False,
+    examples: Examples | None = None,
+    is_tagged: bool = False,
+) -> Interpreter:
+    """Find the uses of each parameter.
+
+    `through_custom`: also inside custom derivatives. `is_tagged`: all layers are tagged already,
+    and it is only to be found which parameters these have.
+    """
+    examples = examples or Examples()
+    state = Interpreter(examples, through_custom, is_tagged)
+    state.uses = {number: [] for number in range(len(params))}
+    state.readers = _readers(program)
+    state.order = {node: number for number, node in enumerate(program.all_nodes())}
+    for number, variable in enumerate(params):
+        axes = Axes.of(variable.shape)
+        state.views[variable] = ParamView(number, variable.shape, axes, variable)
+    if examples.is_known:
+        inputs = set(program.inputs)
+        state.data.update(x for x in examples.rows if x in inputs or isinstance(x, Constant))
+    else:
+        state.data.update(program.inputs)
+    state.data.difference_update(params)
+    state.walk(program)
+    state.reject_doubtful(NO_EXAMPLES)
+    return state
+
+
+def _readers(program: Program) -> Counter[Operand]:
+    """How often each operand is read."""
+    count: Counter[Operand] = Counter(program.outputs)
+    for node in program.all_nodes():
+        count.update(node.inputs)
+        if node.body is not None:
+            count.update(node.body.outputs)
+    return count

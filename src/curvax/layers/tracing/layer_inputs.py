@@ -89,7 +89,7 @@ def layer_data_at(at: LossMap) -> tuple[tuple[Any, Any], Callable[[LossTangents]
     In place of losses there is what they are made of: what depends on parameters, and the rest.
     """
     check_devices(at)
-    nodes = [node for layer in at.processed.layers for node in layer.tagged]
+    nodes = [node for layer in at.processed.layers for node in layer.nodes]
     zeros = _no_changes(at)
     keys = list(zeros)
 
@@ -107,7 +107,7 @@ def layer_data_at(at: LossMap) -> tuple[tuple[Any, Any], Callable[[LossTangents]
         params, changes = pull_back(like_dependants(tangents, dependants))
         cotangents = dict(zip(keys, changes, strict=True))
         return [
-            _layer_data(at, layer.params, layer.tagged, values, cotangents, params)
+            _layer_data(at, layer.params, layer.nodes, values, cotangents, params)
             for layer in at.processed.layers
         ]
 
@@ -132,7 +132,7 @@ def _no_changes(at: LossMap) -> dict[Any, Array]:
     """Zeros to be added to the outputs of all layers."""
     changes: dict[Any, Array] = {}
     for layer in at.processed.layers:
-        for node in layer.tagged:
+        for node in layer.nodes:
             loops = stack_shape(at.processed.program, node)
             for number, output in enumerate(node.outputs):
                 zeros = jnp.zeros((*loops, *output.shape), output.dtype)
@@ -149,7 +149,7 @@ def check_devices(at: LossMap) -> None:
     kinds = lambda node: [x.aval for x in node.equation.outvars]
     axes = _jax.varying_axes(*(kind for loss in at.processed.losses for kind in kinds(loss)))
     for layer in at.processed.layers:
-        for node in () if layer.is_generic else layer.tagged:
+        for node in () if layer.is_generic else layer.nodes:
             missing = sorted(map(str, axes - _jax.varying_axes(*kinds(node))))
             if missing:
                 raise ValueError(

@@ -11,17 +11,16 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.axes import REARRANGED
-from curvax.layers.detection.layers import Layer, tagged_layers
+from curvax.layers.detection.layers import Layer, TaggedUse, layers_of_tags
 from curvax.layers.detection.program import Node, Program, read
 from curvax.layers.detection.replay import Collected, Given, Values, run, stack_shape
-from curvax.layers.detection.tagging import is_loss
+from curvax.layers.detection.tagging import is_layer, is_loss, tagged_uses
 from curvax.layers.registration import (
     RegistrationError,
     auto_register_tags as tag_layers,
     check_reached,
     check_tags,
 )
-from curvax.layers.tags import LayerTag
 from curvax.losses.tag import LossTag
 
 __all__ = [
@@ -133,6 +132,8 @@ class ProcessedJaxpr:
         in_tree: the structure of the arguments of the function.
         params_index: which of them are the parameters.
         allow_left_out_params: whether there may be parameters that are in no layer.
+        describes_own_params: whether all tags are those that `auto_register_tags` put into this
+            function, so that they say which of its parameters they are about.
 
     Attributes:
         jaxpr: as given.
@@ -157,6 +158,8 @@ class ProcessedJaxpr:
         in_tree: TreeDef,
         params_index: int,
         allow_left_out_params: bool = False,
+        *,
+        describes_own_params: bool = False,
     ) -> None:
         self.jaxpr = jaxpr
         self.consts = tuple(consts)
@@ -165,11 +168,13 @@ class ProcessedJaxpr:
         self.interaction: str | None = None
         self.program: Program = read(_jax.closed(jaxpr, consts))
         self.losses: Sequence[Node] = [n for n in self.program.all_nodes() if is_loss(n)]
-        start = self.params_range.start
-        params = self.program.inputs[start : self.params_range.stop]
-        self.layers: Sequence[Layer] = tagged_layers(self.program, params)
+        params = self.program.inputs[self.params_range.start : self.params_range.stop]
+        # The descriptions that tags carry are about the parameters of the function that has them.
+        self.layers: Sequence[Layer] = layers_of_tags(
+            _carried(self.program) if describes_own_params else tagged_uses(self.program, params)
+        )
         self.loss_tags = tuple(node.equation for node in self.losses)
-        self.layer_tags = tuple(layer.tagged[0].equation for layer in self.layers)
+        self.layer_tags = tuple(layer.nodes[0].equation for layer in self.layers)
         self.layer_indices = tuple(layer.params for layer in self.layers)
         if not allow_left_out_params:
             self._check_complete()
@@ -240,11 +245,18 @@ class ProcessedJaxpr:
             func, interaction = tagged, tagged.registration(*args).interaction
         traced = jax.make_jaxpr(func)(*args)
         through_custom = auto_registration_kwargs.get("through_custom_derivatives", False)
-        check_tags(read(traced), through_custom)
         tree = jax.tree.structure(args)
         index = params_index % len(args)
-        processed = cls(traced.jaxpr, traced.consts, tree, index, allow_left_out_params)
+        processed = cls(
+            traced.jaxpr,
+            traced.consts,
+            tree,
+            index,
+            allow_left_out_params,
+            describes_own_params=auto_register_tags,
+        )
         processed.interaction = interaction
+        check_tags(processed.program, through_custom)
         if not auto_register_tags:  # Otherwise it was checked where layers were looked for.
             inside = processed.params_range
             params = processed.program.inputs[inside.start : inside.stop]
@@ -264,6 +276,11 @@ class ProcessedJaxpr:
                 f"curvax.ProcessedJaxpr: {', '.join(missing)} are in no layer. Tag them, let "
                 f"auto_register_tags look for layers, or say allow_left_out_params=True."
             )
+
+
+def _carried(program: Program) -> list[TaggedUse]:
+    """The tags in a program, with the descriptions that they carry."""
+    return [TaggedUse(node, node.params["use"]) for node in program.all_nodes() if is_layer(node)]
 
 
 @dataclass
@@ -312,7 +329,7 @@ class TracedFunction:
 
 def _outline(processed: ProcessedJaxpr) -> Any:
     """What a function does, but for what it only does to fit shapes."""
-    layers = [(layer.tag_name, layer.params, layer.num_sites) for layer in processed.layers]
+    layers = [(layer.tag_name, layer.params, len(layer.tags)) for layer in processed.layers]
     names = [node.name for node in processed.program.all_nodes()]
     return layers, [name for name in names if name not in (*REARRANGED, "slice", "split")]
 
@@ -398,8 +415,3 @@ class AtLosses:
     ) -> tuple[list[Any], Collected]:
         """As `visit`, for a layer."""
         raise NotImplementedError
-
-
-def is_layer(node: Node) -> bool:
-    """Whether a node is the tag of a layer."""
-    return isinstance(node.equation.primitive, LayerTag)

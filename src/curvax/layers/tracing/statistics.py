@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
-from curvax.layers.detection.layers import EachStep, Layer, Place
+from curvax.layers.detection.layers import Layer, TaggedUse
 from curvax.layers.detection.program import Node
 from curvax.layers.detection.replay import Collected, Given, loops_around
 from curvax.layers.tracing.layer_inputs import check_devices
@@ -98,10 +98,24 @@ def _vectorised(rule: Rule, known: Sequence[bool], zeros: Sequence[bool]) -> Rul
 _jax.define_linear_identity(_probe_p, _batch, _pull_back)
 
 
+@dataclass(frozen=True)
+class EachStep:
+    """A statistic of a layer at a place that is kept apart for each step of some loops around it.
+
+    `loops` says of which, outermost first. Other statistics are summed over all steps.
+    """
+
+    compute: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+    loops: tuple[bool, ...]
+
+    def __call__(self, inputs: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
+        return self.compute(inputs, cotangents)
+
+
 Statistic = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
 """From the inputs of a layer at one place, and the cotangents of its outputs, to arrays."""
 
-LayerRule = Callable[[Layer, Place], Mapping[str, Statistic]]
+LayerRule = Callable[[Layer, TaggedUse], Mapping[str, Statistic]]
 """The statistics of a layer at one of its places, by name."""
 
 LossArrays = Sequence[tuple[Array, ...]]
@@ -204,9 +218,9 @@ class _Total:
         return [jnp.zeros((*self.lengths, *x.shape), x.dtype) for x in self.shapes]
 
 
-def _loops_of(statistic: Statistic, place: Place, loops: Sequence[Node]) -> tuple[Node, ...]:
+def _loops_of(statistic: Statistic, place: TaggedUse, loops: Sequence[Node]) -> tuple[Node, ...]:
     """The loops around a place that a statistic has axes for."""
-    kept = place.stacked
+    kept = place.use.stacked
     if isinstance(statistic, EachStep):
         kept = tuple(has or own for has, own in zip(kept, statistic.loops, strict=True))
     return tuple(loop for loop, has in zip(loops, kept, strict=True) if has)
@@ -225,7 +239,7 @@ class _Probes(AtLosses):
         self._totals: dict[_Key, _Total] = {}
         self._at: dict[Node, dict[_Key, Statistic]] = {}
         for number, layer in enumerate(self._layers):
-            for place in layer.places:
+            for place in layer.tags:
                 loops = loops_around(at.processed.program, place.node) or ()
                 self._at[place.node] = {}
                 self._varying += [x.aval for x in place.node.equation.invars]
@@ -274,7 +288,7 @@ class _Probes(AtLosses):
         return probe(outputs, inputs, jax.tree.leaves(zeros), rule), {}
 
     def _total(
-        self, name: str, statistic: Statistic, place: Place, loops: tuple[Node, ...]
+        self, name: str, statistic: Statistic, place: TaggedUse, loops: tuple[Node, ...]
     ) -> _Total:
         node = place.node
         num_inputs = node.equation.primitive.num_inputs
@@ -288,7 +302,7 @@ class _Probes(AtLosses):
                 f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
             )
         lengths = tuple(_jax.ScanForm.of(loop.equation).length for loop in loops)
-        return _Total(leaves, tree, lengths, loops, place.cuts)
+        return _Total(leaves, tree, lengths, loops, place.use.cuts)
 
     def _add(self, key: _Key, total: _Total) -> None:
         number, name, _ = key
