@@ -18,6 +18,7 @@ from curvax._tag import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.examples import Examples, LocatedExamples, find_examples
 from curvax.layers.detection.layers import FoundLayer, build_layers
+from curvax.layers.detection.lifting import Lifting
 from curvax.layers.detection.program import (
     Node,
     Operand,
@@ -94,6 +95,7 @@ class Registration:
     """The parameters, by their paths."""
     layers: Sequence[FoundLayer]
     losses: Sequence[Node]
+    lifting: Lifting
     interaction: str | None
     """The operation by which what is computed for one example depends on others, if any."""
     closes_over_tracers: bool
@@ -105,12 +107,12 @@ class Registration:
 
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """The function itself, with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers))
+        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.lifting))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
         """Only what its losses depend on, of each loss; inside loops, of each step."""
-        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers))
+        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.lifting))
         return tuple(tuple(collected[node]) for node in self.losses)
 
     def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
@@ -148,6 +150,7 @@ def register(
         examples = find_examples(needed, params, losses, reached)
     found = find_uses(needed, params, options.through_custom, examples)
     found.leave_out(reached)
+    lifting = found.lift(needed, reached)
     matched = [
         match
         for pattern in options.patterns
@@ -164,6 +167,7 @@ def register(
         tuple(map(jax.tree_util.keystr, paths)),
         described(layers, LocatedExamples(needed, examples)),
         losses,
+        lifting,
         examples.interaction or None,
         any(map(_jax.is_tracer, closed.consts)),
     )

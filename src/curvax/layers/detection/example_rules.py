@@ -17,7 +17,7 @@ from curvax.layers.detection.axes import REARRANGED, Atom, Axes, Dims
 from curvax.layers.detection.program import Node
 from curvax.layers.use import INTERACT, NOT_FOLLOWED
 
-__all__ = ["RULES", "Found", "Rows", "no_examples"]
+__all__ = ["ELEMENTWISE", "RULES", "Found", "Rows", "no_examples"]
 
 
 _EXAMPLE = 0
@@ -386,7 +386,7 @@ def _dynamic_update_slice(node: Node, rows: Sequence[Rows | None]) -> Found:
     return both if isinstance(both, str) else [both]
 
 
-_ELEMENTWISE = """
+ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
 complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
 integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
@@ -398,7 +398,7 @@ square stop_gradient sub tan tanh xor bitcast_convert_type
 _REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REARRANGED, _rearranged),
     **{f"reduce_{name}": _along("axes") for name in _REDUCTIONS},
     **dict.fromkeys(["argmax", "argmin"], _along("axes")),

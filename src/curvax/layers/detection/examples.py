@@ -614,6 +614,9 @@ class LocatedExamples:
 
     def at_site(self, site: Site) -> ExamplesAt:
         """Where a layer was found."""
+        if site.lifted is not None:
+            positions = math.prod(site.output.shape[axis] for axis in site.positions)
+            return self._lifted(site.node, site.lifted, positions)
         rows = self._rows(site.output)
         if isinstance(rows, str):
             return self._unknown(rows)
@@ -656,6 +659,19 @@ class LocatedExamples:
             return self._unknown(f"they are not along axis {batch_axis} of its output")
         sizes = [(atom.size, atom) for atom in rows.dims[batch_axis]]
         return self._known(node, rows, sizes)
+
+    def _lifted(self, node: Node, number: int, positions: int) -> ExamplesAt:
+        """Where examples have a leading axis of their own."""
+        return ExamplesAt(
+            number=number,
+            split=Arrangement(
+                (number * positions,), (number, positions), (0, 1), (number, positions)
+            ),
+            loops=(None,) * len(self._loops[node]),
+            total=number,
+            count=number,
+            problem=self.examples.problem,
+        )
 
     @functools.cached_property
     def _loops(self) -> dict[Node, tuple[Node, ...]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from curvax.layers.detection.axes import Arrangement
 from curvax.layers.detection.program import Node
 from curvax.layers.detection.sites import ParamView, Site
-from curvax.layers.detection.uses import NO_EXAMPLES, Encounter, Interpreter
+from curvax.layers.detection.uses import Encounter, Interpreter
 from curvax.layers.patterns import Match
 from curvax.layers.tags import generic_tag, scale_and_shift_tag
 from curvax.layers.use import UNKNOWN, LayerUse, Slice, same_examples
@@ -202,7 +202,7 @@ def _counting(uses: Sequence[Encounter]) -> Sequence[Encounter]:
     Others are there where a derivative of a network, in a direction that is the same for all
     examples, is part of a loss.
     """
-    return [use for use in uses if use.reason != NO_EXAMPLES] or uses
+    return [use for use in uses if not use.is_constant] or uses
 
 
 def _generic(param: int, reason: str) -> FoundLayer:

@@ -60,6 +60,8 @@ class Values:
 
     def __init__(self, program: Program, inputs: Sequence[Any]) -> None:
         self._known: dict[Variable, Any] = dict(zip(program.inputs, inputs, strict=True))
+        self.lifted: dict[Operand, Any] = {}
+        """Values with a leading axis of examples that the program does not have (`Lifting`)."""
 
     def __getitem__(self, operand: Operand) -> Any:
         return operand.value if isinstance(operand, Constant) else self._known[operand]

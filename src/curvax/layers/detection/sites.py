@@ -131,6 +131,8 @@ class Site:
     """How rows of a table are looked up."""
     has_scale: bool = False
     has_shift: bool = False
+    lifted: int | None = None
+    """The number of examples, if their axis is to be given to the use (`Lifting`)."""
     part: tuple[int, int, int] | None = None
     """Of what is computed there, what is along an axis from one number to another; None for all."""
     unbiased: "Site | None" = None

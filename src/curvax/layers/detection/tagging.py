@@ -19,6 +19,7 @@ from curvax._types import Array
 from curvax.layers.detection.axes import Arrangement, Axes
 from curvax.layers.detection.examples import Examples, LocatedExamples
 from curvax.layers.detection.layers import FoundLayer, Tagged, TaggedUse, checked_params
+from curvax.layers.detection.lifting import Lifting, run_lifted
 from curvax.layers.detection.program import Node, Operand, Program, Variable, trace_program
 from curvax.layers.detection.replay import Collected, Given, Values, loop_lengths
 from curvax.layers.detection.sites import ParamView, Site
@@ -142,8 +143,10 @@ def _use_of_site(layer: str, site: Site, lengths: Sequence[int], examples: Examp
         details = {"has_scale": site.has_scale, "has_shift": site.has_shift}
     if not site.is_conv:  # Images and kernels stay as they are.
         output = site.output_arrangement
-        details["output_arrangement"] = output
-        details["input_arrangement"] = site.input_arrangement or output
+        arrangements = [output, site.input_arrangement or output]
+        if site.lifted is not None:
+            arrangements = [_with_examples(each, site.lifted) for each in arrangements]
+        details["output_arrangement"], details["input_arrangement"] = arrangements
     return KINDS[site.tag.name](
         kind=site.tag.name,
         layer=layer,
@@ -152,6 +155,13 @@ def _use_of_site(layer: str, site: Site, lengths: Sequence[int], examples: Examp
         examples=examples,
         **details,
     )
+
+
+def _with_examples(arrangement: Arrangement, number: int) -> Arrangement:
+    """The same with examples along a leading axis, as the first of the positions."""
+    lifted = arrangement.with_axes((number,))
+    first, *rest = arrangement.groups
+    return replace(lifted, groups=(number * first, *rest))
 
 
 def _use_of_tag(tagged: Tagged, lengths: Sequence[int], examples: ExamplesAt) -> LayerUse:
@@ -270,9 +280,11 @@ class TagSites:
     """Hooks that put a tag at each use of some layers, and collect what losses are made of."""
 
     layers: Sequence[FoundLayer]
+    lifting: Lifting
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        return () if node in self._uses or is_loss(node) else None
+        found = node in self._uses or is_loss(node) or self.lifting.reads(node)
+        return () if found else None
 
     def is_split(self, key: Any, loop: Node) -> bool:
         raise NotImplementedError  # Nothing is given.
@@ -286,13 +298,16 @@ class TagSites:
             tag = node.equation.primitive
             tagged = tag.bind(*inputs, **{**node.params, "use": use})
             return (tagged if tag.multiple_results else [tagged]), {}
-        outputs = _jax.run_equation(node.equation, inputs)
         if is_loss(node):
+            outputs = _jax.run_equation(node.equation, inputs)
             return outputs, {node: outputs}
+        outputs = run_lifted(self.lifting, node, inputs, values.lifted)
         output = outputs[0]
-        for site, use in self._uses[node]:
+        for site, use in self._uses.get(node, ()):
             if isinstance(site, Match):
                 output = _tag_match(site, use, output, values)
+            elif isinstance(site, Site) and site.lifted is not None:
+                _tag_lifted(site, use, output, values)
             elif isinstance(site, Site):
                 output = _tag_part(site, use, output, values)
         return [output, *outputs[1:]], {}
@@ -354,6 +369,25 @@ def _tag(site: Site, use: LayerUse, output: Array, values: Values) -> Array:
     use = replace(use, inputs=(_shape(x),), outputs=(_shape(y),))
     tagged = site.tag.bind(y, x, *params, **constants, use=use)
     return tagged if use.output_arrangement is None else use.output_arrangement.undo(tagged)
+
+
+def _tag_lifted(site: Site, use: LayerUse, output: Array, values: Values) -> None:
+    """Tag the lifted output of a use, with a leading axis of examples."""
+    (operand,) = site.factors
+    repeated = lambda x: jnp.broadcast_to(x, (site.lifted, *jnp.shape(x)))
+    x = values.lifted.get(operand)
+    x = repeated(jnp.asarray(values[operand])) if x is None else x
+    y = values.lifted.get(site.output, repeated(output))
+    scale = site.params[0].scale
+    if scale is not None:
+        x = x * jnp.asarray(scale, x.dtype)
+    assert use.input_arrangement is not None
+    assert use.output_arrangement is not None
+    x, y = use.input_arrangement.apply(x), use.output_arrangement.apply(y)
+    use = replace(use, inputs=(_shape(x),), outputs=(_shape(y),))
+    params = [values[view.operand] for view in site.params]
+    tagged = site.tag.bind(y, x, *params, use=use)
+    values.lifted[site.output] = use.output_arrangement.undo(tagged)
 
 
 def _tag_match(match: Match, use: LayerUse, output: Array, values: Values) -> Array:

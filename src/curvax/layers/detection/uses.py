@@ -19,6 +19,7 @@ import numpy as np
 from curvax import _jax
 from curvax.layers.detection.axes import REARRANGED, Arrangement, Axes
 from curvax.layers.detection.examples import Examples
+from curvax.layers.detection.lifting import Lifting
 from curvax.layers.detection.program import Constant, Node, Operand, Program, Variable
 from curvax.layers.detection.sites import (
     ParamView,
@@ -31,7 +32,7 @@ from curvax.layers.detection.sites import (
     join,
     scaled_further,
 )
-from curvax.layers.tags import LayerTag, embedding_tag, scale_and_shift_tag
+from curvax.layers.tags import LayerTag, dense_tag, embedding_tag, scale_and_shift_tag
 from curvax.layers.use import Slice
 
 __all__ = ["NO_EXAMPLES", "Encounter", "Interpreter", "find_uses"]
@@ -296,6 +297,8 @@ class Encounter:
     site: Site | None = None
     reason: str = ""
     alone: Site | None = None
+    is_constant: bool = False
+    """Whether it is the same for all examples."""
 
 
 @dataclass(frozen=True)
@@ -403,13 +406,25 @@ class Interpreter:
                 self.without_derivative.add(param)
             met[:] = kept
 
-    def reject_doubtful(self, reason: str) -> None:
-        """Turn the uses that met nothing that differs between examples into a reason."""
+    def lift(self, program: Program, reached: Set[Operand]) -> Lifting:
+        """Lift the uses that are the same for all examples, and reject those that cannot be."""
+        lifting = Lifting()
         for met in self.uses.values():
-            met[:] = [
-                Encounter(each.node, reason=reason) if each.site in self.doubtful else each
-                for each in met
-            ]
+            met[:] = [self._lifted(each, lifting, program, reached) for each in met]
+        return lifting
+
+    def _lifted(
+        self, met: Encounter, lifting: Lifting, program: Program, reached: Set[Operand]
+    ) -> Encounter:
+        site = met.site
+        if site is None or site not in self.doubtful:
+            return met
+        reason = NO_EXAMPLES
+        if self.examples.is_known and site.tag is dense_tag and site.part is None:
+            reason = lifting.add(site.output, program, self.examples, reached)
+        if reason:
+            return Encounter(met.node, reason=reason, is_constant=True)
+        return replace(met, site=replace(site, lifted=lifting.totals[site.output]))
 
     # Walking through a program.
 
@@ -778,7 +793,7 @@ def _scaled_by_number(
 def _scale(state: Interpreter, node: Node, number: int, view: ParamView) -> Result:
     other = node.inputs[1 - number]
     if not state.meets_data(node, view, other):
-        return NO_EXAMPLES
+        return Met({view.param: Encounter(node, reason=NO_EXAMPLES, is_constant=True)})
     return Met({view.param: elementwise_site(node, _spread(node, view), other, "scale")})
 
 
@@ -797,7 +812,7 @@ def _add(state: Interpreter, node: Node, views: Views) -> Result:
         return [replace(view, operand=output)]
     other = node.inputs[1 - number]
     if not state.meets_data(node, view, other):
-        return NO_EXAMPLES
+        return Met({view.param: Encounter(node, reason=NO_EXAMPLES, is_constant=True)})
     if view.scale is not None:
         return "it is multiplied with a constant before it is added"
     spread = _spread(node, view)
@@ -904,7 +919,6 @@ def find_uses(
         state.data.update(program.inputs)
     state.data.difference_update(params)
     state.walk(program)
-    state.reject_doubtful(NO_EXAMPLES)
     return state
 
 

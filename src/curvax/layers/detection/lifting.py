@@ -1,0 +1,162 @@
+"""Giving an axis of examples to values that are the same for all of them.
+
+In a derivative of a network, a tangent such as `W @ e` does not depend on the example: it has no
+axis for these, and is repeated where it meets something that has. Its cotangent does depend on the
+example, and would be summed over all of them before it gets to `W`. So the use of `W` is run with
+the tangent repeated for each example, and so is all that is computed from it up to where it meets
+examples element by element: the values are *lifted*, with examples along a leading axis. What is
+computed stays the same; the cotangents of the use are now those of single examples.
+"""
+
+from collections.abc import Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from curvax import _jax
+from curvax._types import Array
+from curvax.layers.detection.example_rules import ELEMENTWISE
+from curvax.layers.detection.examples import Examples
+from curvax.layers.detection.program import Node, Operand, Program, Variable
+
+__all__ = ["Lifting", "apply_lifted", "run_lifted"]
+
+
+@dataclass
+class Lifting:
+    """Which values of a program are lifted.
+
+    Attributes:
+        totals: for each lifted variable, the number of examples.
+        shapes: for each lifted variable, its shape without the axis of examples. It is of size one
+            along axes along which the variable is only repeated.
+        merges: the nodes at which lifted values meet examples, with the axis of these.
+    """
+
+    totals: dict[Operand, int] = field(default_factory=dict)
+    shapes: dict[Operand, tuple[int, ...]] = field(default_factory=dict)
+    merges: dict[Node, int] = field(default_factory=dict)
+
+    def add(
+        self, output: Variable, program: Program, examples: Examples, reached: AbstractSet[Operand]
+    ) -> str:
+        """Lift the output of a use, and what is computed from it; or return why that cannot be."""
+        readers, returned = _readers(program)
+        shapes, merges = {output: output.shape}, dict[Node, int]()
+        totals: set[int] = set()
+        pending = [output]
+        while pending:
+            variable = pending.pop()
+            if variable in returned:
+                return "it is the same for all examples inside of a loop or a checkpoint"
+            for node in readers.get(variable, ()):
+                outputs = [out for out in node.outputs if out in reached]
+                if not outputs:
+                    continue
+                rows = [examples.rows.get(out) for out in outputs]
+                if node.body is not None or len(node.outputs) > 1:
+                    return _not_lifted(node)
+                (own,) = rows
+                if own is None:
+                    shape = _lifted_shape(node, shapes)
+                    if shapes.setdefault(outputs[0], shape) != shape:
+                        shapes[outputs[0]] = outputs[0].shape
+                    pending.append(outputs[0])
+                    continue
+                axes = own.axes
+                meets = node.name in ELEMENTWISE and len(axes) == 1 and own.is_whole(axes[0])
+                if not meets or (shapes[variable] and shapes[variable][axes[0]] != 1):
+                    return _not_lifted(node)
+                merges[node] = axes[0]
+                totals.add(own.total)
+        if len(totals) != 1:
+            return "it is the same for all examples of several losses, or meets none of them"
+        (total,) = totals
+        self.shapes |= shapes
+        self.merges |= merges
+        self.totals |= dict.fromkeys(shapes, total)
+        return ""
+
+    def reads(self, node: Node) -> bool:
+        """Whether a node reads lifted values."""
+        return any(x in self.totals for x in node.inputs) and node.body is None
+
+
+def _not_lifted(node: Node) -> str:
+    return f"it is the same for all examples, and goes into `{node.name}`, where it cannot differ"
+
+
+def _readers(program: Program) -> tuple[dict[Operand, list[Node]], set[Operand]]:
+    """The nodes that read each operand, and the operands that bodies return."""
+    readers: dict[Operand, list[Node]] = {}
+    returned: set[Operand] = set(program.outputs)
+    for node in program.all_nodes():
+        for operand in dict.fromkeys(node.inputs):
+            readers.setdefault(operand, []).append(node)
+        returned.update(node.body.outputs if node.body is not None else ())
+    return readers, returned
+
+
+def _lifted_shape(node: Node, shapes: Mapping[Operand, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of an output, of size one along axes along which a lifted operand is repeated."""
+    (output,) = node.outputs
+    if node.name in ELEMENTWISE and all(x in shapes or not x.shape for x in node.inputs):
+        return tuple(np.broadcast_shapes(*(shapes[x] for x in node.inputs if x in shapes)))
+    if node.name != "broadcast_in_dim" or node.inputs[0] not in shapes:
+        return output.shape
+    before = shapes[node.inputs[0]]
+    kept = dict(zip(map(int, node.params["broadcast_dimensions"]), before, strict=True))
+    return tuple(kept.get(axis, 1) for axis in range(len(output.shape)))
+
+
+def run_lifted(
+    lifting: Lifting, node: Node, inputs: Sequence[Any], lifted: dict[Operand, Array]
+) -> list[Any]:
+    """Run a node that may read lifted values. Returns its outputs, and adds those that are lifted.
+
+    `inputs` are the values that are not lifted, `lifted` those that are, of this and other nodes.
+    """
+    if not lifting.reads(node):
+        return _jax.run_equation(node.equation, inputs)
+    if node in lifting.merges:
+        axis = lifting.merges[node]
+        ndim = len(node.outputs[0].shape)
+        operands = [
+            _along(lifted[x], axis, ndim) if x in lifted else given
+            for x, given in zip(node.inputs, inputs, strict=True)
+        ]
+        shape = node.outputs[0].shape
+        return _jax.run_equation(
+            node.equation, [x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, shape) for x in operands]
+        )
+    (output,) = node.outputs
+    if output in lifting.totals:
+        lifted[output] = apply_lifted(node, inputs, lifted, lifting.shapes[output])
+    return _jax.run_equation(node.equation, inputs)
+
+
+def apply_lifted(
+    node: Node, inputs: Sequence[Any], lifted: Mapping[Operand, Array], shape: Sequence[int]
+) -> Array:
+    """The output of a node with a leading axis of examples, in a shape that may be repeated."""
+    own = [lifted.get(x) for x in node.inputs]
+    if node.name == "broadcast_in_dim" and own[0] is not None:
+        return own[0].reshape(own[0].shape[0], *shape)
+    # Element by element, what is repeated stays so.
+    sizes = [shape if node.name in ELEMENTWISE else operand.shape for operand in node.inputs]
+    full = [
+        given if x is None else jnp.broadcast_to(x, (x.shape[0], *size))
+        for size, x, given in zip(sizes, own, inputs, strict=True)
+    ]
+    axes = [None if x is None else 0 for x in own]
+    return jax.vmap(lambda *xs: _jax.run_equation(node.equation, xs)[0], axes)(*full)
+
+
+def _along(x: Array, axis: int, ndim: int) -> Array:
+    """A lifted value with its examples along an axis, along which it was repeated."""
+    if x.ndim == 1:
+        return x.reshape([-1 if k == axis else 1 for k in range(ndim)])
+    return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
