@@ -188,9 +188,7 @@ def physics_informed():
 
     params = {"in": pair(2, 4, 1), "mid": pair(4, 4, 3), "out": pair(4, 1, 5)}
     batch = normal(0, 4, 2), normal(1, 4, 1), normal(2, 3, 2), normal(3, 3, 1)
-    # Directions times weights are the same for all examples.
-    generic = dict.fromkeys(("['in']['w']", "['in']['b']"), "4 more uses are not covered")
-    return Model(loss, params, batch, generic, independent=False)
+    return Model(loss, params, batch, independent=False)
 
 
 @PLAIN.add()
@@ -200,11 +198,7 @@ def physics_informed_by_hessian():
         return squared_error(jax.vmap(laplacian)(x)[:, None], source)
 
     params = {"in": pair(2, 4, 1), "mid": pair(4, 4, 3), "out": {"w": normal(5, 4, 1)}}
-    generic = {
-        "['in']['w']": "1 more uses are not covered",
-        "['out']['w']": "it meets nothing that differs from example",
-    }
-    return Model(loss, params, (normal(0, 4, 2), normal(1, 4, 1)), generic)
+    return Model(loss, params, (normal(0, 4, 2), normal(1, 4, 1)))
 
 
 @PLAIN.add()

@@ -26,6 +26,8 @@ class ParameterRow:
     tag: str
     sites: int
     reason: str
+    uncovered: int = 0
+    """How many further uses of the parameter the layer does not cover."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,14 @@ class RegistrationReport:
 
     @property
     def coverage(self) -> float:
-        """The share of the parameters, by their elements, that are in layers of a known kind."""
+        """The fraction of the parameters' elements, and of their uses, that known layers cover.
+
+        A parameter of which a layer covers three of four uses counts by three quarters.
+        """
         total = sum(row.size for row in self.rows)
-        known = sum(row.size for row in self.rows if row.tag != "generic_tag")
-        return known / total if total else 1.0
+        known = [row for row in self.rows if row.tag != "generic_tag"]
+        covered = sum(row.size * row.sites / (row.sites + row.uncovered) for row in known)
+        return covered / total if total else 1.0
 
     def __str__(self) -> str:
         rows = [
@@ -49,6 +55,8 @@ class RegistrationReport:
         ]
         text = table(("parameter", "shape", "layer", "tag", "sites", "remark"), rows)
         known = f"{100 * self.coverage:.4g} % of the elements are in layers of a known kind"
+        if any(row.uncovered for row in self.rows):
+            known += ", counting uses"
         return "\n".join([text, "", f"losses: {', '.join(self.losses)}", known])
 
 
@@ -104,6 +112,7 @@ def _row(registration: Registration, number: int, shape: tuple[int, ...]) -> Par
         layer.tag_name,
         layer.num_sites,
         layer.reason or layer.remark,
+        layer.uncovered,
     )
 
 

@@ -615,8 +615,8 @@ class LocatedExamples:
     def at_site(self, site: Site) -> ExamplesAt:
         """Where a layer was found."""
         if site.lifted is not None:
-            positions = math.prod(site.output.shape[axis] for axis in site.positions)
-            return self._lifted(site.node, site.lifted, positions)
+            count = math.prod(site.output.shape[axis] for axis in site.positions)
+            return self._lifted(site.node, site.lifted, count)
         rows = self._rows(site.output)
         if isinstance(rows, str):
             return self._unknown(rows)

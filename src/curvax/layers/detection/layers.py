@@ -61,6 +61,7 @@ class FoundLayer:
     reason: str = ""
     uncovered: int = 0
     """How many uses of its parameters the layer does not cover."""
+    why_uncovered: str = ""
 
     @property
     def is_unused(self) -> bool:
@@ -76,6 +77,7 @@ class FoundLayer:
     def remark(self) -> str:
         """What to tell the user about it if it is known."""
         uncovered = f"{self.uncovered} more uses are not covered by the layer"
+        uncovered += f" ({self.why_uncovered})" if self.why_uncovered else ""
         remarks = [uncovered] * bool(self.uncovered) + [self.examples] * bool(self.examples)
         return "; ".join(remarks)
 
@@ -193,7 +195,14 @@ def _layer_of(param: int, uses: Encounters, skipped: Collection[str]) -> FoundLa
     # A table that is also a matrix is registered as the table, weights with a bias as the weights.
     order = lambda name: (name != "embedding_tag", name == scale_and_shift_tag.name)
     first = min((site.tag.name for site in sites), key=order)
-    return FoundLayer(first, numbers, tuple(sites), uncovered=len(own) - len(counting))
+    uncovered = [use.reason for use in own if use not in counting]
+    return FoundLayer(
+        first,
+        numbers,
+        tuple(sites),
+        uncovered=len(uncovered),
+        why_uncovered="; ".join(dict.fromkeys(uncovered)),
+    )
 
 
 def _counting(uses: Sequence[Encounter]) -> Sequence[Encounter]:

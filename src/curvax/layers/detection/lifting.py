@@ -18,7 +18,7 @@ import numpy as np
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.example_rules import ELEMENTWISE
+from curvax.layers.detection.example_rules import ELEMENTWISE, Rows
 from curvax.layers.detection.examples import Examples
 from curvax.layers.detection.program import Node, Operand, Program, Variable
 
@@ -45,48 +45,60 @@ class Lifting:
     ) -> str:
         """Lift the output of a use, and what is computed from it; or return why that cannot be."""
         readers, returned = _readers(program)
-        shapes, merges = {output: output.shape}, dict[Node, int]()
+        new = Lifting(shapes={output: output.shape})
         totals: set[int] = set()
-        pending = [output]
+        pending: list[Operand] = [output]
         while pending:
             variable = pending.pop()
             if variable in returned:
-                return "it is the same for all examples inside of a loop or a checkpoint"
+                return (
+                    "it is returned by a loop, a checkpoint or a function with its own derivatives"
+                )
             for node in readers.get(variable, ()):
-                outputs = [out for out in node.outputs if out in reached]
-                if not outputs:
+                if reached.isdisjoint(node.outputs):
                     continue
-                rows = [examples.rows.get(out) for out in outputs]
-                if node.body is not None or len(node.outputs) > 1:
-                    return _not_lifted(node)
-                (own,) = rows
-                if own is None:
-                    shape = _lifted_shape(node, shapes)
-                    if shapes.setdefault(outputs[0], shape) != shape:
-                        shapes[outputs[0]] = outputs[0].shape
-                    pending.append(outputs[0])
-                    continue
-                axes = own.axes
-                meets = node.name in ELEMENTWISE and len(axes) == 1 and own.is_whole(axes[0])
-                if not meets or (shapes[variable] and shapes[variable][axes[0]] != 1):
-                    return _not_lifted(node)
-                merges[node] = axes[0]
-                totals.add(own.total)
+                rows = [examples.rows.get(out) for out in node.outputs]
+                if rows == [None] and node.body is None:
+                    pending += new._lift(node)
+                elif rows[0] is not None and new._meets_examples(node, variable, rows[0]):
+                    totals.add(rows[0].total)
+                else:
+                    return f"it goes into `{node.name}`, which is not known to keep examples apart"
         if len(totals) != 1:
-            return "it is the same for all examples of several losses, or meets none of them"
+            return "it meets no examples later on, or those of several losses"
         (total,) = totals
-        self.shapes |= shapes
-        self.merges |= merges
-        self.totals |= dict.fromkeys(shapes, total)
+        self.shapes |= new.shapes
+        self.merges |= new.merges
+        self.totals |= dict.fromkeys(new.shapes, total)
         return ""
+
+    def _lift(self, node: Node) -> list[Operand]:
+        """Lift the output of a node. Returns it, if that is new."""
+        (output,) = node.outputs
+        shape = _lifted_shape(node, self.shapes)
+        if output not in self.shapes:
+            self.shapes[output] = shape
+            return [output]
+        if self.shapes[output] != shape:  # It is not only repeated, seen from another operand.
+            self.shapes[output] = output.shape
+        return []
+
+    def _meets_examples(self, node: Node, variable: Operand, rows: Rows) -> bool:
+        """Note a node at which a lifted value meets examples; returns whether it is such."""
+        axis = rows.axes[0] if rows.axes else 0
+        shape = self.shapes[variable]
+        if node.name == "broadcast_in_dim":
+            shape = _lifted_shape(node, self.shapes)
+        elif node.name not in ELEMENTWISE:
+            return False
+        if node.body is not None or not rows.is_whole(axis) or (shape and shape[axis] != 1):
+            return False
+        self.merges[node] = axis
+        return True
 
     def reads(self, node: Node) -> bool:
         """Whether a node reads lifted values."""
         return any(x in self.totals for x in node.inputs) and node.body is None
-
-
-def _not_lifted(node: Node) -> str:
-    return f"it is the same for all examples, and goes into `{node.name}`, where it cannot differ"
 
 
 def _readers(program: Program) -> tuple[dict[Operand, list[Node]], set[Operand]]:
@@ -122,13 +134,14 @@ def run_lifted(
     if not lifting.reads(node):
         return _jax.run_equation(node.equation, inputs)
     if node in lifting.merges:
-        axis = lifting.merges[node]
-        ndim = len(node.outputs[0].shape)
+        axis, shape = lifting.merges[node], node.outputs[0].shape
+        if node.name == "broadcast_in_dim":
+            x = apply_lifted(node, inputs, lifted, _lifted_shape(node, lifting.shapes))
+            return [jnp.broadcast_to(_along(x, axis, len(shape)), shape)]
         operands = [
-            _along(lifted[x], axis, ndim) if x in lifted else given
+            _along(lifted[x], axis, len(shape)) if x in lifted else given
             for x, given in zip(node.inputs, inputs, strict=True)
         ]
-        shape = node.outputs[0].shape
         return _jax.run_equation(
             node.equation, [x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, shape) for x in operands]
         )

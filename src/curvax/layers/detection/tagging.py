@@ -381,13 +381,13 @@ def _tag_lifted(site: Site, use: LayerUse, output: Array, values: Values) -> Non
     scale = site.params[0].scale
     if scale is not None:
         x = x * jnp.asarray(scale, x.dtype)
-    assert use.input_arrangement is not None
-    assert use.output_arrangement is not None
-    x, y = use.input_arrangement.apply(x), use.output_arrangement.apply(y)
+    before, after = use.input_arrangement, use.output_arrangement
+    assert before is not None
+    assert after is not None
+    x, y = before.apply(x), after.apply(y)
     use = replace(use, inputs=(_shape(x),), outputs=(_shape(y),))
     params = [values[view.operand] for view in site.params]
-    tagged = site.tag.bind(y, x, *params, use=use)
-    values.lifted[site.output] = use.output_arrangement.undo(tagged)
+    values.lifted[site.output] = after.undo(site.tag.bind(y, x, *params, use=use))
 
 
 def _tag_match(match: Match, use: LayerUse, output: Array, values: Values) -> Array:

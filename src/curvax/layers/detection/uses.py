@@ -421,7 +421,8 @@ class Interpreter:
             return met
         reason = NO_EXAMPLES
         if self.examples.is_known and site.tag is dense_tag and site.part is None:
-            reason = lifting.add(site.output, program, self.examples, reached)
+            why = lifting.add(site.output, program, self.examples, reached)
+            reason = f"{NO_EXAMPLES}, and {why}" if why else ""
         if reason:
             return Encounter(met.node, reason=reason, is_constant=True)
         return replace(met, site=replace(site, lifted=lifting.totals[site.output]))
