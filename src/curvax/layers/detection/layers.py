@@ -7,9 +7,8 @@ layer says why.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from curvax.layers.detection.axes import Arrangement
 from curvax.layers.detection.examples import UNKNOWN
@@ -20,7 +19,7 @@ from curvax.layers.detection.uses import NO_EXAMPLES, Found, Use, find_uses
 from curvax.layers.patterns import Match
 from curvax.layers.tags import generic_tag, scale_and_shift_tag
 
-__all__ = ["EachStep", "Layer", "Place", "build_layers", "pattern_of", "tagged_layers"]
+__all__ = ["Layer", "Place", "build_layers", "pattern_of", "tagged_layers"]
 
 
 _UNUSED = "no loss depends on it"
@@ -40,20 +39,6 @@ class Place:
     stacked: tuple[bool, ...]
     cuts: tuple[tuple[Cut, ...], ...]
     lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class EachStep:
-    """A statistic of a layer at a place that is kept apart for each step of some loops around it.
-
-    `loops` says of which, outermost first. Other statistics are summed over all steps.
-    """
-
-    compute: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
-    loops: tuple[bool, ...]
-
-    def __call__(self, inputs: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
-        return self.compute(inputs, cotangents)
 
 
 @dataclass(frozen=True, eq=False)
