@@ -30,12 +30,10 @@ __all__ = [
     "BatchGradientBlock",
     "ChunkedExampleGradientBlock",
     "ExampleGradientBlock",
-    "Quadratic",
     "ScaleAndShiftBlock",
     "gradient_statistics",
     "gradient_terms",
     "remarks_on_examples",
-    "why_inexact",
 ]
 
 

@@ -48,22 +48,14 @@ from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
 from curvax.layers.tracing.statistics import Statistic, Sums
 
 __all__ = [
+    "FACTORS",
     "Conv2DTwoKroneckerFactored",
     "ConvTwoKroneckerFactored",
     "DenseTwoKroneckerFactored",
     "EmbeddingTwoKroneckerFactored",
     "TwoKroneckerFactored",
-    "WeightSharing",
-    "geometry_of",
-    "input_moment",
-    "input_sums",
-    "matrix_of_params",
-    "matrix_shape",
+    "cache_key",
     "multiplied",
-    "num_rows",
-    "output_moment",
-    "output_sums",
-    "params_of_matrix",
 ]
 
 
@@ -398,18 +390,16 @@ class TwoKroneckerFactored(CurvatureBlock):
     def statistics(self, site: LayerSite, sites: Sequence[LayerSite], state: Any) -> Statistics:
         del state
         is_swapped, dtype = self._is_swapped(site), self.dtype
+        inputs, outputs = self._sides(is_swapped)
         if self._reduces(sites):
-            of_inputs = Statistic(lambda x, _: input_sums(site, x[0], dtype), "inputs")
-            of_outputs = Statistic(lambda _, g: output_sums(site, g[0], dtype), "cotangents")
+            of_input = lambda x, _: input_sums(site, x[0], dtype)
+            of_output = lambda _, g: output_sums(site, g[0], dtype)
         else:
-            inputs, outputs = self._sides(is_swapped)
-            of_inputs = Statistic(lambda x, _: input_moment(site, inputs, x[0], dtype), "inputs")
-            of_outputs = Statistic(
-                lambda _, g: output_moment(site, outputs, g[0], dtype), "cotangents"
-            )
+            of_input = lambda x, _: input_moment(site, inputs, x[0], dtype)
+            of_output = lambda _, g: output_moment(site, outputs, g[0], dtype)
         return {
-            FactorKey("inputs", is_swapped): of_inputs,
-            FactorKey("outputs", is_swapped): of_outputs,
+            FactorKey("inputs", is_swapped): Statistic(of_input, "inputs"),
+            FactorKey("outputs", is_swapped): Statistic(of_output, "cotangents"),
         }
 
     def terms(self, sums: Sums, sites: Sequence[LayerSite], state: Any) -> Sums:

@@ -24,7 +24,6 @@ from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_de
 from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
 
 __all__ = [
-    "LayerRule",
     "PullBack",
     "Rule",
     "Statistic",
