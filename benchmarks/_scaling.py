@@ -86,12 +86,12 @@ class Passes:
         )
         layers, moments = 0, 0
         for block, own in zip(estimator.blocks or (), state.blocks_states, strict=True):
-            for site in block.sites_of({}):
+            for site in block.sites:
                 params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in site.slice_shapes]
                 steps = math.prod(site.lengths)
                 layers += steps * flops(site.compute, site.input, params)
-                for statistic in block.statistics(site, block.sites_of({}), own).values():
-                    of_rows = lambda x, g, s=statistic: s((x,), (g,))
+                for statistic in block.statistics(site, block.sites, own).values():
+                    of_rows = lambda x, g, s=statistic: s.compute((x,), (g,))
                     moments += steps * flops(of_rows, site.input, site.output)
         forward = flops(model.loss, model.params, batch)
         gradient = flops(jax.grad(model.loss), model.params, batch)

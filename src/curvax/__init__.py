@@ -4,7 +4,7 @@ from curvax import _jax as _jax  # First: it refuses a JAX that is too old.
 
 # isort: split
 from curvax._tree import Static as Static
-from curvax.curvature.batch_size import default_batch_size_extractor as default_batch_size_extractor
+from curvax.curvature.batch import default_batch_size_extractor as default_batch_size_extractor
 from curvax.curvature.block_diagonal import (
     BlockDiagonalCurvature as BlockDiagonalCurvature,
     CurvatureReport as CurvatureReport,

@@ -64,7 +64,7 @@ class TestParameters:
 
         product, matrix, blocks = jax.jit(compute)(*ARGS)
         close(flat(product), matrix @ flat(MLP))
-        first = jnp.array([4, 5, 6, 7, 2, 3])  # `v` and `c`, among `b`, `c`, `v` and `w`.
+        first = jnp.array([2, 3, 4, 5, 6, 7])  # `c` and `v`, among `b`, `c`, `v` and `w`.
         close(blocks[0], matrix[first[:, None], first[None]])
 
     def test_explicit_curvature_is_one_block(self):

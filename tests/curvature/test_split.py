@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 import curvax
 from curvax.curvature.state_sharding import ShardedCurvature
-from helpers import run_on_devices
+from helpers import assert_same, run_on_devices
 
 PROGRAMS = Path(__file__).with_name("split_programs.py")
 
@@ -112,3 +112,27 @@ def test_eigenvalues_are_not_cached():
     state = estimator.init(jax.random.key(0), args, None, -1)
     with pytest.raises(ValueError, match="use_cached=False"):
         estimator.update_cache(state, 0.1, None, -1, True, None)
+
+
+def test_entries_that_were_not_announced_are_made():
+    """For all blocks of a shape, also if only some of them are asked for."""
+    estimator, args = estimator_of([3, 3, 3], 2), ([jnp.eye(3), jnp.ones((3, 3))], jnp.ones((2, 3)))
+    key, vector = jax.random.key(0), [jnp.ones((3, 3)), jnp.eye(3)]
+    bare, told = (estimator.init(key, args, powers, powers) for powers in (None, -1))
+    inverse = lambda state, exact, use_cached: estimator.multiply_inverse(
+        state, vector, 0.1, exact, use_cached, None
+    )
+    with pytest.raises(ValueError, match=r"'-1' not in its cache.* Call update_cache"):
+        inverse(bare, False, True)
+    first = estimator.multiply(bare, vector, 0.1, True, True, None)
+    assert_same(first, estimator.multiply(bare, vector, 0.1, True, False, None), 0, 0)
+
+    def updated(state, blocks):
+        update = (0.0, 1.0, 2, key, args, None, "fisher_exact")
+        state = estimator.update_curvature_matrix_estimate(state, *update)
+        return estimator.update_cache(state, 0.1, -1, -1, False, None, blocks=blocks)
+
+    found = updated(bare, [0])
+    assert_same(found, updated(told, None), 0, 0)
+    for exact in (True, False):
+        assert_same(inverse(found, exact, True), inverse(found, exact, False), 1e-9, 1e-9)

@@ -1,8 +1,8 @@
 """The terms of all blocks at some arguments of a function: backward passes, and what is summed.
 
 The function runs forward once, however many passes a mode takes. In each pass the blocks' sums over
-layers are computed on the way back, turned into terms, and added up. What depends on the inputs of
-layers alone is computed once.
+layers are computed on the way back, turned into terms, and added up. What says that it depends on
+the inputs of layers alone (`Sums.of_inputs`) is computed once.
 """
 
 import functools
@@ -19,19 +19,17 @@ from curvax import _jax
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import CurvatureBlock
 from curvax.curvature.blocks.data import given_data
-from curvax.curvature.estimation_modes import sum_of_shares, sweeps
+from curvax.curvature.estimation_modes import Sweep, sum_over_devices, sweeps
 from curvax.layers.detection.layers import Layer, TaggedUse
 from curvax.layers.tracing.layer_inputs import layer_data_at
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
-from curvax.layers.tracing.statistics import statistics_at
+from curvax.layers.tracing.statistics import Sums, statistics_at
 from curvax.layers.use import LayerUse
 
 __all__ = [
     "AverageUpdate",
     "Layers",
-    "Terms",
     "at_devices",
-    "has_own_update",
     "sum_of_terms",
     "updated_by_data",
     "with_batch_terms",
@@ -54,10 +52,6 @@ class AverageUpdate(NamedTuple):
     axis_name: str | None
 
 
-Terms = list[dict[str, PyTree]]
-"""For each block its terms, by name."""
-
-
 @dataclass(frozen=True, eq=False)
 class Layers:
     """The layers of a traced function, with their blocks."""
@@ -66,23 +60,18 @@ class Layers:
     blocks: Sequence[CurvatureBlock]
 
     @functools.cached_property
-    def sites(self) -> list[list[LayerUse]]:
-        """The places of each layer, as its block sees them."""
-        return [list(layer.uses) for layer in self.at.processed.layers]
+    def uses(self) -> list[tuple[LayerUse, ...]]:
+        """The uses of each layer."""
+        return [layer.uses for layer in self.at.processed.layers]
 
     def rule(self, states: Sequence[Any]) -> Any:
         """What `layer_statistics` computes, for blocks in these states."""
-        numbers = {
-            place.node: (number, k)
-            for number, layer in enumerate(self.at.processed.layers)
-            for k, place in enumerate(layer.tags)
-        }
+        layers = self.at.processed.layers
+        numbers = {layer: number for number, layer in enumerate(layers)}
 
-        def rule(layer: Layer, place: TaggedUse) -> Any:
-            del layer
-            number, k = numbers[place.node]
-            sites = self.sites[number]
-            return self.blocks[number].statistics(sites[k], sites, states[number])
+        def rule(layer: Layer, tag: TaggedUse) -> Any:
+            number = numbers[layer]
+            return self.blocks[number].statistics(tag.use, layer.uses, states[number])
 
         return rule
 
@@ -100,70 +89,60 @@ def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index
     return traced.at(args)
 
 
-def has_own_update(block: CurvatureBlock) -> bool:
-    """Whether a user's class of blocks takes the data of its layer itself."""
-    name = "update_curvature_matrix_estimate"
-    return getattr(type(block), name) is not getattr(CurvatureBlock, name)
-
-
 def sum_of_terms(
     layers: Layers, states: Sequence[Any], mode: str, drawn: Sequence[Array]
-) -> tuple[Terms, list[Any]]:
+) -> tuple[list[Sums], list[Any]]:
     """The sums over all passes of the terms of each block.
 
     Blocks whose terms are of the sum over the whole batch have none; instead, second, there are
-    their statistics in each pass, or the gradient of their parameters.
+    their sums in each pass, or the gradient of their parameters.
     """
-    at, blocks, sites = layers.at, layers.blocks, layers.sites
+    at, blocks, sites = layers.at, layers.blocks, layers.uses
     operands, pull_back = statistics_at(at, layers.rule(states))
-    passes = sweeps(at, operands, mode, drawn)
+    passes = [sweep for sweep in sweeps(at, operands, mode, drawn) if sweep.count]
 
-    def compute(cotangents: Any) -> tuple[Terms, list[Any]]:
+    def compute(cotangents: Any) -> tuple[list[Sums], list[Sums]]:
         found, gradient = pull_back(cotangents)
         leaves = jax.tree.leaves(gradient)
-        each = list(zip(blocks, found, sites, states, strict=True))
-        terms = [
-            {} if block.sums_batch else block.terms(sums, own, state)
-            for block, sums, own, state in each
-        ]
-        params = [[leaves[n] for n in layer.params] for layer in at.processed.layers]
-        batch_sums = [
-            {} if not block.sums_batch else sums or {"gradient": own}
-            for block, sums, own in zip(blocks, found, params, strict=True)
-        ]
+        terms, batch_sums = [Sums()] * len(blocks), [Sums()] * len(blocks)
+        for n, (block, sums) in enumerate(zip(blocks, found, strict=True)):
+            if block.sums_batch:
+                params = [leaves[k] for k in at.processed.layers[n].params]
+                batch_sums[n] = Sums(of_cotangents=sums.of_cotangents or params)
+            else:
+                terms[n] = block.terms(sums, sites[n], states[n])
         return terms, batch_sums
 
     if len(passes) == 1 and passes[0].count == 1:
         terms, batch_sums = compute(passes[0].cotangents(0))
         return terms, [jax.tree.map(lambda x: x[None], batch_sums)]
-    zeros = [tuple(jnp.zeros_like(x) for x in each) for each in operands[0]]
-    once, _ = compute(zeros)
-    totals = [_named(terms, is_input=True) for terms in once]
-    batch_sums = []
-    for sweep in passes:
-        if not sweep.count:
-            continue
-        total, sums = _over_columns(
-            lambda k, s=sweep: _without_inputs(compute(s.cotangents(k))), sweep.count
-        )
-        totals = [_added(before, new) for before, new in zip(totals, total, strict=True)]
-        batch_sums.append(sums)
-    return totals, batch_sums
+    once, _ = compute([tuple(jnp.zeros_like(x) for x in each) for each in operands[0]])
+
+    def of_cotangents(cotangents: Any) -> tuple[list[Any], list[Sums]]:
+        terms, batch_sums = compute(cotangents)
+        return [each.of_cotangents for each in terms], batch_sums
+
+    totals, batch_sums = zip(
+        *(_over_columns(of_cotangents, sweep) for sweep in passes), strict=True
+    )
+    total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), totals)
+    pairs = zip(once, total, strict=True)
+    return [each._replace(of_cotangents=own) for each, own in pairs], list(batch_sums)
 
 
 def with_batch_terms(
     layers: Layers,
     states: Sequence[Any],
-    terms: Terms,
+    terms: Sequence[Sums],
     batch_sums: Sequence[Any],
     axis_name: str | None,
-) -> Terms:
+) -> list[Sums]:
     """The terms of all blocks, also of those that are of sums over the batch of all devices."""
-    found, batch_sums = list(terms), sum_of_shares(list(batch_sums), axis_name)
+    found, batch_sums = list(terms), sum_over_devices(list(batch_sums), axis_name)
     for number, block in enumerate(layers.blocks):
         if not block.sums_batch:
             continue
-        sites, state = layers.sites[number], states[number]
+        sites, state = layers.uses[number], states[number]
         of_pass = lambda sums, b=block, s=sites, own=state: b.terms(sums, s, own)
         each = [jax.vmap(of_pass)(sums[number]) for sums in batch_sums]
         summed = [jax.tree.map(lambda x: jnp.sum(x, 0), own) for own in each]
@@ -191,9 +170,7 @@ def updated_by_data(
     def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:
         scaled = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), cotangents)
         found = []
-        for block, state, data, sites in zip(
-            blocks, states, vjp(scaled), layers.sites, strict=True
-        ):
+        for block, state, data, sites in zip(blocks, states, vjp(scaled), layers.uses, strict=True):
             given = given_data(data, sites, batch_size)
             own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
             rest = (old, new / num_passes, batch_size, pmap_axis_name)
@@ -215,32 +192,17 @@ def updated_by_data(
     return list(states)
 
 
-def _over_columns(compute: Any, count: int) -> tuple[Terms, Any]:
-    """Sums over all columns of terms, and the statistics that are kept of each."""
-    if count == 1:
-        terms, sums = compute(0)
+def _over_columns(compute: Any, sweep: Sweep) -> tuple[Any, Any]:
+    """Return sums over all passes of terms, and the sums that are kept of each."""
+    of_pass = lambda k: compute(sweep.cotangents(k))
+    if sweep.count == 1:
+        terms, sums = of_pass(0)
         return terms, jax.tree.map(lambda x: x[None], sums)
-    shapes, _ = jax.eval_shape(compute, 0)
+    shapes, _ = jax.eval_shape(of_pass, 0)
     zeros = jax.tree.map(_jax.filled_like, shapes)
 
-    def step(total: Terms, column: Array) -> tuple[Terms, Any]:
-        terms, sums = compute(column)
+    def step(total: Any, k: Array) -> tuple[Any, Any]:
+        terms, sums = of_pass(k)
         return jax.tree.map(jnp.add, total, terms), sums
 
-    return lax.scan(step, zeros, jnp.arange(count))
-
-
-def _without_inputs(found: tuple[Terms, list[Any]]) -> tuple[Terms, list[Any]]:
-    terms, sums = found
-    return [_named(each, is_input=False) for each in terms], sums
-
-
-def _named(terms: dict[str, PyTree], *, is_input: bool) -> dict[str, PyTree]:
-    return {name: x for name, x in terms.items() if name.startswith("inputs") == is_input}
-
-
-def _added(before: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
-    total = dict(before)
-    for name, x in new.items():
-        total[name] = jax.tree.map(jnp.add, total[name], x) if name in total else x
-    return total
+    return lax.scan(step, zeros, jnp.arange(sweep.count))

@@ -1,7 +1,6 @@
 """`BlockDiagonalCurvature`: a curvature matrix with a block for each layer of a model."""
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,29 +17,28 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import (
     AverageUpdate,
     Layers,
-    Terms,
     at_devices,
-    has_own_update,
     sum_of_terms,
     updated_by_data,
     with_batch_terms,
 )
-from curvax.curvature.blocks.base import CurvatureBlock, Powers, finished, in_step
-from curvax.curvature.blocks.defaults import default_block_ctor, make_block
-from curvax.curvature.blocks.layer import LayerEquation
-from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
-from curvax.curvature.estimation_modes import Share, check_mode, draws, num_passes
-from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
-from curvax.curvature.linalg.tasks import run_matrix_tasks
-from curvax.curvature.microbatching import (
+from curvax.curvature.batch import (
     BatchArgument,
     axes_of,
     by_example,
     check_separate,
     length_of,
 )
+from curvax.curvature.blocks.base import CurvatureBlock, Powers
+from curvax.curvature.blocks.defaults import default_block_ctor, make_block
+from curvax.curvature.blocks.layer import LayerEquation
+from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
+from curvax.curvature.estimation_modes import LocalBatch, check_mode, draws, num_passes
+from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
+from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import run_assigned
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
+from curvax.layers.tracing.statistics import Sums
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
@@ -136,13 +134,13 @@ class Structure:
         return cls.of(at, indices, tuple(blocks))
 
     def dense(self, blocks: Sequence[Array]) -> Array:
-        """All blocks in one matrix, rows and columns in the order of all parameters, flattened."""
+        """All blocks in one matrix, rows and columns as `ravel_pytree` has the parameters."""
         sizes = [math.prod(shape) for shape in self.shapes]
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         dtype = jnp.result_type(*blocks)
         whole = jnp.zeros((sum(sizes), sum(sizes)), dtype)
         for indices, block in zip(self.indices, blocks, strict=True):
-            rows = jnp.concatenate([jnp.arange(sizes[n]) + starts[n] for n in indices])
+            rows = jnp.concatenate([jnp.arange(sizes[n]) + starts[n] for n in sorted(indices)])
             whole = whole.at[rows[:, None], rows[None, :]].set(block.astype(dtype))
         return whole
 
@@ -332,7 +330,8 @@ class BlockwiseCurvature(CurvatureEstimator):
             state: the state of the estimator.
 
         Returns:
-            A matrix for each block. Rows and columns are in the order of its parameters, flattened.
+            A matrix for each block. Rows and columns are in the order in which
+            `jax.flatten_util.ravel_pytree` has its parameters.
         """
         each = zip(self._known.blocks, state.blocks_states, strict=True)
         return tuple(block.to_dense_matrix(own) for block, own in each)
@@ -553,20 +552,18 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         """As in `CurvatureEstimator`; of some `blocks` only, by number, if they are given."""
         weights = self._per_block(identity_weight)
         options = (exact_powers, approx_powers, eigenvalues)
-        numbers = range(self.num_blocks) if blocks is None else blocks
+        numbers = sorted({*(self._whole if blocks is None else blocks)} & {*self._whole})
         axis = pmap_axis_name if self._distributed_cache_updates else None
-        states = list(state.blocks_states)
-        updates: dict[int, Any] = {}
-        for number in sorted({*numbers} & {*self._whole}):
-            block, own = self._known.blocks[number], states[number]
-            if type(block).update_cache is not CurvatureBlock.update_cache:
-                states[number] = block.update_cache(own, weights[number], *options)
-            else:
-                updates[number] = block.cache_update(own, weights[number], *options)
-        together = in_step(list(updates.values()))
-        found = finished(together, functools.partial(run_matrix_tasks, axis_name=axis))
-        for number, own in zip(updates, found, strict=True):
-            states[number] = own
+        known, states = self._known.blocks, list(state.blocks_states)
+        for n in (n for n in numbers if known[n].has_own_cache):
+            states[n] = known[n].update_cache(states[n], weights[n], *options)
+        wanted = {
+            n: known[n].refresh(weights[n], *options) for n in numbers if not known[n].has_own_cache
+        }
+        requests = {n: known[n].cache_requests(states[n], own) for n, own in wanted.items()}
+        results = run_matrix_tasks(requests, axis)
+        for n, own in wanted.items():
+            states[n] = known[n].with_cache(states[n], results[n], own)
         return replace(state, blocks_states=tuple(states))
 
     def _updated(
@@ -575,8 +572,8 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         """The state after an update."""
         layers, blocks = self._layers(func_args), self._known.blocks
         states = state.blocks_states
-        drawn = draws(layers.at, mode, rng, self._share(func_args, update), self._num_samples)
-        if any(map(has_own_update, blocks)):
+        drawn = draws(layers.at, mode, rng, self._local_batch(func_args, update), self._num_samples)
+        if any(block.has_own_update for block in blocks):
             self._check_at_once()
             passes = num_passes(mode, drawn)
             found = updated_by_data(layers, states, mode, drawn, passes, update)
@@ -586,11 +583,11 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         else:
             terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
         terms = with_batch_terms(layers, states, terms, batch_sums, update.axis_name)
-        return self._taken_in(state, terms, layers.sites, update)
+        return self._update_averages(state, terms, layers.uses, update)
 
-    def _share(self, func_args: Sequence[PyTree], update: AverageUpdate) -> Share:
-        """What there is of the batch, if devices share it."""
-        return Share(length_of(self._batch.of(func_args)), update.axis_name)
+    def _local_batch(self, func_args: Sequence[PyTree], update: AverageUpdate) -> LocalBatch:
+        """The local part of the batch."""
+        return LocalBatch(length_of(self._batch.of(func_args)), update.axis_name)
 
     @property
     def _whole(self) -> Sequence[int]:
@@ -616,14 +613,14 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         found = run_assigned([task(number) for number in self._whole], work, shared)
         return dict(zip(self._whole, found, strict=True))
 
-    def _taken_in(
-        self, state: Any, terms: Terms, sites: Sequence[Any], update: AverageUpdate
+    def _update_averages(
+        self, state: Any, terms: Sequence[Sums], sites: Sequence[Any], update: AverageUpdate
     ) -> Any:
         """The state with a sum of terms of each block in its averages."""
         states = list(state.blocks_states)
         for number in self._whole:
             block, own = self._known.blocks[number], states[number]
-            states[number] = block.take_in(own, terms[number], sites[number], *update)
+            states[number] = block.update_averages(own, terms[number], sites[number], *update)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:
@@ -649,7 +646,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
 
     def _check_at_once(self) -> None:
         if not self._at_once:
-            names = [block.name for block in self._known.blocks if has_own_update(block)]
+            names = [block.name for block in self._known.blocks if block.has_own_update]
             raise ValueError(
                 f"{where()}: with microbatch_size or memory_budget, blocks must not override "
                 f"update_curvature_matrix_estimate, but {', '.join(names)} do: what they take from "
@@ -663,7 +660,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         mode: str,
         drawn: Sequence[Array],
         func_args: Sequence[PyTree],
-    ) -> tuple[Terms, list[Any]]:
+    ) -> tuple[list[Sums], list[Any]]:
         """As `sum_of_terms`, of microbatches in turn."""
         batch = self._batch.of(func_args)
         length = length_of(batch)
@@ -681,7 +678,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
 
     def _part(
         self, mode: Static[str], others: PyTree, states: Any, batch: PyTree, rows: Sequence[Array]
-    ) -> tuple[Terms, list[Any]]:
+    ) -> tuple[list[Sums], list[Any]]:
         layers = self._layers(self._batch.replace(others, batch))
         drawn = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in rows]
         return sum_of_terms(layers, states, mode.value, drawn)

@@ -30,47 +30,47 @@ from curvax.layers.tracing.loss_map import LossMap
 __all__ = [
     "MODES",
     "Cotangents",
-    "Share",
+    "LocalBatch",
     "Sweep",
     "check_mode",
     "draws",
     "num_passes",
     "row_numbers",
-    "sum_of_shares",
+    "sum_over_devices",
     "sweeps",
 ]
 
 
-# Which rows of a batch are those of a device, where devices share one.
+# Which rows of a batch are those of a device, where it is sharded over a mapped axis.
 #
 # What is drawn for a row depends on its number in the whole batch, and sums over a whole batch are
 # over all devices. So an estimate is the same on any number of them.
 
 
-class Share(NamedTuple):
-    """What a device has of a batch: so many examples; and the axis of all devices, if any."""
+class LocalBatch(NamedTuple):
+    """The local part of a batch: its number of examples, and the mapped axis of all devices."""
 
     num_examples: int
     axis_name: str | None
 
 
-def row_numbers(count: int, stack: Sequence[int], share: Share) -> Array:
+def row_numbers(count: int, stack: Sequence[int], local: LocalBatch) -> Array:
     """The numbers, in the whole batch, of the rows that a loss has here.
 
     They are along the axes of loops and of `vmap` of these lengths, and then along one of its own.
     One of all these is that of examples, where the parts of devices lie side by side.
     """
-    numbers, axis = jnp.arange(count, dtype=jnp.uint32), share.axis_name
+    numbers, axis = jnp.arange(count, dtype=jnp.uint32), local.axis_name
     if axis is None:
         return numbers
-    part = jnp.uint32(_side_by_side(count, stack, share.num_examples))
+    part = jnp.uint32(_side_by_side(count, stack, local.num_examples))
     others = jnp.uint32(lax.axis_size(axis) - 1)
     device = lax.axis_index(axis).astype(jnp.uint32)
     return numbers + part * (numbers // part * others + device)
 
 
-def sum_of_shares(sums: PyTree, axis_name: str | None) -> PyTree:
-    """Sums over the batch of a device, as those over the whole batch, for averages of squares.
+def sum_over_devices(sums: PyTree, axis_name: str | None) -> PyTree:
+    """Return sums over the whole batch from those over local ones, for averages of squares.
 
     The square of the sum over all of n devices is n times what each of them adds to the average.
     """
@@ -124,7 +124,9 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def draws(at: LossMap, mode: str, rng: Array, share: Share, num_samples: int = 1) -> list[Array]:
+def draws(
+    at: LossMap, mode: str, rng: Array, local: LocalBatch, num_samples: int = 1
+) -> list[Array]:
     """What is random in a mode: for each loss an array with a row for each of its own.
 
     In modes that are on average right only, there are several samples, along the second axis.
@@ -149,7 +151,7 @@ def draws(at: LossMap, mode: str, rng: Array, share: Share, num_samples: int = 1
     drawn = []
     keys = _split(rng, (len(shapes),))
     for key, (count, *rest), stack in zip(keys, shapes, at.stacks, strict=True):
-        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack, share))
+        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(count, stack, local))
         if mode == "fisher_gradients":
             one = lambda k, shape=tuple(rest): _split(k, shape)
         else:

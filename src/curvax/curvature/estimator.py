@@ -22,7 +22,7 @@ class CurvatureEstimator(abc.ABC):
     The objective is the mean over the batch of all registered losses, times their weights. The
     state of an estimator has the estimate itself, and values that are computed from it only when
     `update_cache` is called. It is a pytree whose structure stays the same, so that a loop can
-    carry it.
+    carry it, unless `update_cache` is asked for what `init` was not told of.
 
     Arguments:
         func: the model function, which registers at least one loss.
@@ -67,7 +67,7 @@ class CurvatureEstimator(abc.ABC):
             rng: a key, for whatever begins at random.
             func_args: arguments of the function, to trace it with.
             exact_powers_to_cache: which exact powers `update_cache` will be asked for, one number
-                or several.
+                or several. Others are cached, too, in a state of another structure.
             approx_powers_to_cache: which approximate ones.
             cache_eigenvalues: whether it will be asked for eigenvalues.
 
@@ -96,7 +96,7 @@ class CurvatureEstimator(abc.ABC):
             exact_power: whether the power is that of this matrix, and not that of an approximation
                 that is cheaper.
             use_cached: whether to use what `update_cache` computed last. That may have another
-                `identity_weight` in it.
+                `identity_weight` in it. The first power is computed if it is not cached.
             pmap_axis_name: the name of a mapped axis, if there is one, to share the work out.
 
         Returns:
@@ -171,7 +171,7 @@ class CurvatureEstimator(abc.ABC):
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
     ) -> Any:
-        """Take the curvature at some arguments into the estimate.
+        """Update the estimate with the curvature at some arguments.
 
         Arguments:
             state: the state of the estimator.
@@ -218,5 +218,5 @@ class CurvatureEstimator(abc.ABC):
             pmap_axis_name: the name of a mapped axis, if there is one, to share the work out.
 
         Returns:
-            The state with these.
+            The state with these. What was not in its cache before is a further entry.
         """

@@ -11,14 +11,14 @@ from jax import lax
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import AverageUpdate, at_devices
-from curvax.curvature.batch_size import is_of_examples
+from curvax.curvature.batch import axes_of, is_of_examples, length_of
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure
 from curvax.curvature.blocks.full import Full, NaiveFull, products_of_gradients
 from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_max_parallel_elements
-from curvax.curvature.estimation_modes import Share, draws, num_passes, row_numbers, sweeps
-from curvax.curvature.microbatching import axes_of, length_of
+from curvax.curvature.estimation_modes import LocalBatch, draws, num_passes, row_numbers, sweeps
 from curvax.layers.tags import generic_tag
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import ParamUse
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
@@ -26,7 +26,7 @@ from curvax.maps.microbatch import microbatch
 __all__ = ["ExplicitExactCurvature"]
 
 
-_ALONE = Share(1, None)
+_ALONE = LocalBatch(1, None)
 """An example that is a batch of its own."""
 
 
@@ -115,11 +115,11 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
             in_axes=[axes_of(batch), 0],
             **self._sizes_for(func_args, mode),
         )
-        share = self._share(func_args, update)
-        numbers = row_numbers(share.num_examples, (), share)
+        local = self._local_batch(func_args, update)
+        numbers = row_numbers(local.num_examples, (), local)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        return self._taken_in(state, [terms], [block.sites], update)
+        return self._update_averages(state, [terms], [block.sites], update)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))
@@ -149,7 +149,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
 
     def _examples(
         self, mode: Static[str], others: PyTree, state: Any, batch: PyTree, keys: Array
-    ) -> dict[str, PyTree]:
+    ) -> Sums:
         """The sum over some examples of the terms of their gradients."""
         (block,) = self._known.blocks
 
@@ -164,8 +164,9 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         gradients = jax.vmap(of_example, (axes, 0))(leaves, keys)
         rows = [x.reshape(-1, *x.shape[2:]) for x in gradients]
         if isinstance(block, Full):
-            return {"products": products_of_gradients([x.astype(block.dtype) for x in rows])}
-        terms = lambda own: block.terms({"total 0": own}, block.sites, state)
+            products = products_of_gradients([x.astype(block.dtype) for x in rows])
+            return Sums(of_cotangents=products)
+        terms = lambda own: block.terms(Sums(of_cotangents=own), block.sites, state)
         return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
 
     def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:

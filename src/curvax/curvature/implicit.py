@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from curvax._dtypes import at_least_single
 from curvax._errors import as_integer, where
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.batch_size import default_batch_size_extractor
+from curvax.curvature.batch import BatchArgument, default_batch_size_extractor
 from curvax.curvature.loss_products import (
     MATRICES,
     LossMatrix,
@@ -29,7 +29,7 @@ from curvax.curvature.loss_products import (
     shapes_of_inputs,
     total,
 )
-from curvax.curvature.microbatching import BatchArgument, SumOverExamples
+from curvax.curvature.microbatching import SumOverExamples
 from curvax.layers.tracing.loss_derivatives import LossDerivatives, LossTangents
 
 __all__ = ["ImplicitExactCurvature"]

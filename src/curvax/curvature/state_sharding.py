@@ -8,7 +8,7 @@ kinds are replicated.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,32 +23,28 @@ from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._errors import where
 from curvax._types import Array, PyTree
-from curvax.curvature.backward_passes import AverageUpdate, Terms, has_own_update
+from curvax.curvature.backward_passes import AverageUpdate
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure
-from curvax.curvature.blocks.base import MatrixPower, Powers, power_key, powers_of
-from curvax.curvature.blocks.kronecker import TwoKroneckerFactored, multiplied
+from curvax.curvature.blocks.base import MatrixPower, Powers, cached_entry, power_key, powers_of
+from curvax.curvature.blocks.kronecker import (
+    FACTORS,
+    TwoKroneckerFactored,
+    cache_key,
+    multiplied,
+)
 from curvax.curvature.estimator import IdentityWeight
 from curvax.curvature.linalg.kronecker import Kronecker, Side
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import own_rows
+from curvax.layers.tracing.statistics import Sums
 
 __all__ = [
-    "Shard",
-    "ShardState",
     "ShardedCurvature",
-    "all_finite_together",
-    "averaged",
     "check_rows",
-    "initial",
     "num_shards",
-    "of_states_of_blocks",
-    "product_with",
-    "refreshed",
-    "shards_of",
     "split_state",
     "state_specs",
-    "states_of_blocks",
     "whole_state",
 ]
 
@@ -202,7 +198,7 @@ class Shard:
         return [[self.rows * device + k for device, own in enumerate(found) for k in own]]
 
 
-def shards_of(blocks: Sequence[Any], count: int) -> list[Shard]:
+def _shards_of(blocks: Sequence[Any], count: int) -> list[Shard]:
     """Group all Kronecker-factored blocks by the shapes of factors; assign units to devices."""
     kinds: dict[Any, list[int]] = {}
     for number, block in enumerate(blocks):
@@ -247,8 +243,6 @@ def _num_units(block: TwoKroneckerFactored) -> int:
 #
 # All functions are called on all devices of an axis, each with its own rows; or without an axis,
 # with all rows.
-
-_NAMES = ("inputs_factor", "outputs_factor")
 
 
 @jax.tree_util.register_dataclass
@@ -296,25 +290,32 @@ def num_shards(state: Any) -> int | None:
     return state.num_devices if isinstance(state, ShardedCurvature.State) else None
 
 
-def initial(
+def _initial(
     shard: Shard, exact: Sequence[float], approx: Sequence[float], num_rows: int
 ) -> ShardState:
     """Return the initial state of a shard, with `num_rows` rows."""
-    kronecker = shard.stacked((num_rows,))
-    sides = kronecker.inputs, kronecker.outputs
-    zeros = lambda: [jnp.zeros(side.shape, shard.dtype) for side in sides]
-    named: Callable[[], dict[str, Array]] = lambda: dict(zip(_NAMES, zeros(), strict=True))
-    cache = {power_key(power): named() for power in approx}
-    if exact:
-        shapes = jax.eval_shape(kronecker.eigen, *zeros())
-        cache["eigen"] = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
     count = len(shard.blocks)
-    return ShardState(
-        named(), cache, jnp.zeros((count,), shard.dtype), jnp.zeros((count,), jnp.int32)
-    )
+    weight, refused = jnp.zeros((count,), shard.dtype), jnp.zeros((count,), jnp.int32)
+    sides = shard.stacked((num_rows,))
+    zeros = (jnp.zeros(side.shape, shard.dtype) for side in (sides.inputs, sides.outputs))
+    state = ShardState(dict(zip(FACTORS, zeros, strict=True)), {}, weight, refused)
+    return replace(state, cache=_entries(shard, state, (exact, approx)))
 
 
-def refreshed(
+def _entries(
+    shard: Shard, own: ShardState, powers: tuple[Sequence[float], Sequence[float]]
+) -> dict[str, dict[str, Array]]:
+    """Return the entries of a cache of exact and approximate powers, with zeros in them."""
+    (exact, approx), factors = powers, [own.factors[name] for name in FACTORS]
+    named = dict(zip(FACTORS, factors, strict=True))
+    shapes: dict[str, Any] = {power_key(power): named for power in approx}
+    if exact:
+        kronecker = shard.stacked(factors[0].shape[:1])
+        shapes["eigen"] = jax.eval_shape(kronecker.eigen, *factors)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _refreshed(
     shard: Shard,
     own: ShardState,
     weights: Array,
@@ -324,29 +325,32 @@ def refreshed(
 ) -> ShardState:
     """The state with exact and approximate powers in its cache, of some blocks or of all.
 
-    `weights` are what is added to the diagonals, for each unit.
+    `weights` are what is added to the diagonals, for each unit. An entry that there was not before
+    is computed for all blocks.
     """
     scales = shard.local_rows(shard.per_unit(_scale(own)), axis)
     weights, kronecker = shard.local_rows(weights, axis), shard.kronecker
     exact, approx = powers
+    before = {**_entries(shard, own, powers), **own.cache}
+    due = shard.due(blocks if len(before) == len(own.cache) else None, axis)
 
     def each(row: Array) -> dict[str, Any]:
         take = lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False)
-        inputs, outputs = (take(own.factors[name]) for name in _NAMES)
+        inputs, outputs = (take(own.factors[name]) for name in FACTORS)
         weight, scale = take(weights), take(scales)
-        cache = {name: jax.tree.map(take, x) for name, x in own.cache.items()}
+        cache = {name: jax.tree.map(take, x) for name, x in before.items()}
         for power in approx:
             tasks = kronecker.power(inputs, outputs, weight, power, scales=(scale, scale))
-            cache[power_key(power)] = dict(zip(_NAMES, run_matrix_tasks(tasks), strict=True))
+            cache[power_key(power)] = dict(zip(FACTORS, run_matrix_tasks(tasks), strict=True))
         if exact:
             cache["eigen"] = kronecker.eigen(scale * inputs, scale * outputs)
         return cache
 
     device = jnp.zeros((), jnp.int32) if axis is None else lax.axis_index(axis)
-    return replace(own, cache=own_rows(each, shard.due(blocks, axis), device, own.cache))
+    return replace(own, cache=own_rows(each, due, device, before))
 
 
-def product_with(
+def _product_with(
     shard: Shard, own: ShardState, x: Array, how: MatrixPower, axis: str | None
 ) -> Array:
     """A power of the matrices of a device's rows, times what belongs to these."""
@@ -355,13 +359,16 @@ def product_with(
     def factors() -> tuple[Array, Array]:
         rows = shard.local_rows(shard.per_unit(_scale(own)), axis)
         of_row = lambda x: rows.reshape(-1, *[1] * (x.ndim - 1)) * x
-        inputs, outputs = (of_row(own.factors[name]) for name in _NAMES)
+        inputs, outputs = (of_row(own.factors[name]) for name in FACTORS)
         return inputs, outputs
 
-    return multiplied(kronecker, factors, lambda key: own.cache[key], x, how)
+    is_there = cache_key(how.power, how.is_exact) in own.cache
+    how = replace(how, is_cached=how.is_cached and (how.power != 1 or is_there))
+    cached = lambda key: cached_entry(own.cache, key, shard.blocks[0].name)
+    return multiplied(kronecker, factors, cached, x, how)
 
 
-def all_finite_together(
+def _all_finite_together(
     shards: Sequence[Shard], estimates: Sequence[Sequence[Any]], axis: str | None
 ) -> list[Array]:
     """For each shard, which of its blocks have estimates that are finite, on all devices."""
@@ -379,7 +386,7 @@ def all_finite_together(
     return jnp.split(fine, np.cumsum([len(shard.blocks) for shard in shards])[:-1])
 
 
-def averaged(
+def _averaged(
     shard: Shard, own: ShardState, estimates: Sequence[Any], fine: Array, update: AverageUpdate
 ) -> ShardState:
     """The state with estimates of all blocks in its averages; see `WeightedMovingAverage`.
@@ -391,7 +398,7 @@ def averaged(
     old, new = (jnp.asarray(x).astype(shard.dtype) for x in weights)
     is_row_fine = shard.local_rows(shard.per_unit(fine), axis) > 0
     factors: dict[str, Array] = {}
-    for k, (name, side) in enumerate(zip(_NAMES, shard.sides, strict=True)):
+    for k, (name, side) in enumerate(zip(FACTORS, shard.sides, strict=True)):
         ndim = len(side.shape)
         values = [found[k].astype(shard.dtype) for found in estimates]
         rows = shard.local_rows_of_sum(shard.units(values, ndim), axis)
@@ -408,7 +415,7 @@ def averaged(
     )
 
 
-def states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
+def _states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
     """The states that the blocks would have by themselves, from a state with all rows.
 
     They are on the host if that is.
@@ -430,7 +437,7 @@ def states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
     return [state(number, block) for number, block in enumerate(shard.blocks)]
 
 
-def of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
+def _of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
     """A state with all rows, on the host, from those of the blocks by themselves."""
     stacks = [block.kronecker.inputs.stack for block in shard.blocks]
 
@@ -439,7 +446,7 @@ def of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
         units = [x.reshape(-1, *x.shape[len(stack) :]) for stack, x in pairs]
         return shard.to_rows_on_host(np.concatenate(units))
 
-    factors = {name: [getattr(state, name) for state in states] for name in _NAMES}
+    factors = {name: [getattr(state, name) for state in states] for name in FACTORS}
     caches = [state.cache for state in states]
     return ShardState(
         factors={name: rows([x.raw_value for x in own]) for name, own in factors.items()},
@@ -447,8 +454,8 @@ def of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
             key: {name: rows([cache[key][name] for cache in caches]) for name in kept}
             for key, kept in caches[0].items()
         },
-        weight=np.stack([np.asarray(x.weight) for x in factors[_NAMES[0]]]),
-        refused=np.stack([np.asarray(x.refused) for x in factors[_NAMES[0]]]),
+        weight=np.stack([np.asarray(x.weight) for x in factors[FACTORS[0]]]),
+        refused=np.stack([np.asarray(x.refused) for x in factors[FACTORS[0]]]),
     )
 
 
@@ -525,7 +532,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
             whole[number] = self._known.blocks[number].init(keys[number], *options)
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
         pairs = zip(self._shards, self.num_rows, strict=True)
-        shards = [initial(shard, *powers, rows) for shard, rows in pairs]
+        shards = [_initial(shard, *powers, rows) for shard, rows in pairs]
         return self.State(tuple(whole), tuple(shards), self._num_devices)
 
     def update_cache(
@@ -543,7 +550,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         weights = self._per_block(identity_weight)
         powers = powers_of(exact_powers), powers_of(approx_powers)
         shards = [
-            refreshed(shard, own, self._weights(shard, weights), powers, blocks, pmap_axis_name)
+            _refreshed(shard, own, self._weights(shard, weights), powers, blocks, pmap_axis_name)
             for shard, own in zip(self._shards, state.shards, strict=True)
         ]
         state = replace(state, shards=tuple(shards))
@@ -559,13 +566,13 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         made = super()._make(func_args)
-        own = [block.name for block in made.blocks if has_own_update(block)]
+        own = [block.name for block in made.blocks if block.has_own_update]
         if own:
             raise ValueError(
                 f"{where()}: a state that is split among devices goes with blocks of curvax, "
                 f"but {', '.join(own)} override update_curvature_matrix_estimate."
             )
-        self._shards = shards_of(made.blocks, self._num_devices)
+        self._shards = _shards_of(made.blocks, self._num_devices)
         return made
 
     @property
@@ -589,7 +596,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
             ]
             x = shard.local_rows(shard.units(mats, 2), axis)
             weight = shard.local_rows(self._weights(shard, weights), axis)
-            product = product_with(shard, own, x, MatrixPower(weight, *options), axis)
+            product = _product_with(shard, own, x, MatrixPower(weight, *options), axis)
             units = shard.of_blocks(shard.gathered_units(product, axis))
             for number, block, own_units, mat in zip(
                 shard.numbers, shard.blocks, units, mats, strict=True
@@ -598,8 +605,8 @@ class ShardedCurvature(BlockDiagonalCurvature):
                 found[number] = block.of_matrices(scale * own_units.reshape(mat.shape))
         return found
 
-    def _taken_in(
-        self, state: Any, terms: Terms, sites: Sequence[Any], update: AverageUpdate
+    def _update_averages(
+        self, state: Any, terms: Sequence[Sums], sites: Sequence[Any], update: AverageUpdate
     ) -> Any:
         estimates = [
             [
@@ -610,10 +617,10 @@ class ShardedCurvature(BlockDiagonalCurvature):
             ]
             for shard in self._shards
         ]
-        fine = all_finite_together(self._shards, estimates, update.axis_name)
+        fine = _all_finite_together(self._shards, estimates, update.axis_name)
         each = zip(self._shards, state.shards, estimates, fine, strict=True)
-        shards = tuple(averaged(*of_shard, update) for of_shard in each)
-        return super()._taken_in(replace(state, shards=shards), terms, sites, update)
+        shards = tuple(_averaged(*of_shard, update) for of_shard in each)
+        return super()._update_averages(replace(state, shards=shards), terms, sites, update)
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
         """What is added to the diagonals, for each unit."""
@@ -635,11 +642,11 @@ def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
     """
     blocks, states = estimator.blocks or (), list(state.blocks_states)
     is_split = isinstance(state, ShardedCurvature.State)
-    shards = shards_of(blocks, state.num_devices if is_split else 1)
+    shards = _shards_of(blocks, state.num_devices if is_split else 1)
     if is_split:
         _check_rows(state, [shard.num_rows for shard in shards])
         for shard, own in zip(shards, state.shards, strict=True):
-            for number, found in zip(shard.numbers, states_of_blocks(shard, own), strict=True):
+            for number, found in zip(shard.numbers, _states_of_blocks(shard, own), strict=True):
                 states[number] = found
     _check_shapes(shards, states, len(blocks))
     return BlockDiagonalCurvature.State(tuple(states))
@@ -656,7 +663,7 @@ def split_state(
     _check_shapes(estimator.shards, states, estimator.num_blocks)
     _check_caches(estimator.blocks or (), states, exact_powers, approx_powers)
     shards = [
-        of_states_of_blocks(shard, [states[number] for number in shard.numbers])
+        _of_states_of_blocks(shard, [states[number] for number in shard.numbers])
         for shard in estimator.shards
     ]
     for number in [number for shard in estimator.shards for number in shard.numbers]:

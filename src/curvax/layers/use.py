@@ -206,6 +206,7 @@ class LayerUse:
         input_arrangement: brings an input of the model into the form of the tag; None if the tag
             has it as it is.
         output_arrangement: the same for an output.
+        number: tells the uses of a layer apart that are alike in all else.
     """
 
     kind: str
@@ -217,6 +218,7 @@ class LayerUse:
     examples: ExamplesAt = field(default_factory=ExamplesAt)
     input_arrangement: Arrangement | None = None
     output_arrangement: Arrangement | None = None
+    number: int = 0
 
     @property
     def is_conv(self) -> bool:

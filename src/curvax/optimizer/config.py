@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from curvax import _jax
 from curvax._errors import check_size, where
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.batch_size import default_batch_size_extractor
+from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
 from curvax.maps.microbatch import microbatch
 from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices

@@ -18,8 +18,8 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
+from curvax.curvature.batch import axes_of
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.microbatching import axes_of
 from curvax.curvature.state_sharding import ShardedCurvature, check_rows, num_shards, state_specs
 from curvax.devices.agreement import NewShapes
 from curvax.devices.mesh_axis import MeshAxis, check_is_mesh

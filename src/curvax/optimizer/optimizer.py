@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.batch_size import default_batch_size_extractor
+from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.state_sharding import (
     ShardedCurvature,

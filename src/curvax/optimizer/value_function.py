@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.microbatching import axes_of, length_of
+from curvax.curvature.batch import axes_of, length_of
 from curvax.layers.registration import registers_loss
 from curvax.maps.accumulators import AccumulationType, Accumulator
 from curvax.maps.microbatch import microbatch

@@ -44,7 +44,7 @@ class TestProperties:
         assert len(block.parameter_variables) == 2
         assert block.inputs_shapes == ((N, 3),)
         assert block.outputs_shapes == ((N, 2),)
-        assert block.parameters_canonical_order == (0, 1)
+        assert block.parameters_canonical_order == (1, 0)  # The function has `b` before `w`.
         assert isinstance(block.layer_tag_extra_params, dict)
         assert block.number_of_parameters == 2
         assert block.dim == 8

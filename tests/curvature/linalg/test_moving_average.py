@@ -57,6 +57,17 @@ def test_an_update_is_in_place_and_a_copy_is_not_changed_by_it():
     assert average.sync(None) is average
 
 
+def test_updated_is_as_update_and_leaves_the_average_alone():
+    average = WeightedMovingAverage.zeros_array((2,), jnp.float64)
+    average.update(jnp.ones(2), 1.0, 1.0)
+    leaves = jax.tree.leaves(average)
+    for value in (jnp.array([1.0, 3.0]), jnp.array([1.0, jnp.nan])):
+        new = average.updated(value, 0.5, 0.25)
+        assert all(x is y for x, y in zip(leaves, jax.tree.leaves(average), strict=True))
+        expected = average.copy().update(value, 0.5, 0.25)
+        jax.tree.map(np.testing.assert_array_equal, new, expected)
+
+
 def test_it_is_a_pytree_that_a_scan_can_carry():
     average = WeightedMovingAverage.zeros_array((2,), jnp.float64)
     step = lambda average, x: (average.update(x, 0.5, 1.0), None)

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec
 
 import curvax
 from curvax import layer_statistics, microbatch
+from curvax.layers.tracing.loss_map import TracedFunction
+from curvax.layers.tracing.statistics import Statistic, statistics_at
 from helpers import assert_same, temporaries
 from layers.models import B, W, X, biased, normal
 from layers.tracing.book import at_layers
@@ -144,6 +146,38 @@ def test_layers_that_a_loss_does_not_see():
 
     found, _ = statistics_of(f)({"w": W}, X)
     assert_same(found[0]["inputs"], X.T @ X)
+
+
+class TestTyped:
+    """What a statistic depends on, and how it is reduced, is said by its type, not by its name."""
+
+    def test_sums_are_apart_by_what_they_depend_on(self):
+        typed = {
+            "a": Statistic(FACTORS["inputs"], "inputs"),
+            "b": Statistic(FACTORS["outputs"], "cotangents"),
+            "inputs": Statistic(FACTORS["outputs"]),
+        }
+        traced = TracedFunction.of(with_loss(deep), 0, True)
+        operands, pull_back = statistics_at(traced.at((P, X)), lambda layer, place: typed)
+        found, _ = pull_back([operands[0][0]])
+        for sums, expected in zip(found, outer_products(P, X), strict=True):
+            outputs = expected["outputs"]
+            assert_same(sums.of_inputs, {"a": expected["inputs"]}, 1e-12, 1e-12)
+            assert_same(sums.of_cotangents, {"b": outputs, "inputs": outputs}, 1e-12, 1e-12)
+
+    @pytest.mark.parametrize("reduce", [None, (True,), (False,)])
+    def test_steps_that_are_not_summed(self, reduce):
+        def recurrent(p, x):
+            return lax.scan(lambda h, _: (jnp.tanh(h @ p), None), x, None, length=3)[0]
+
+        rule = lambda layer, place: {0: Statistic(FACTORS["inputs"], "inputs", reduce)}
+        p, x, expected = normal(0, 3, 3), X, []
+        (found,), _ = statistics_of(with_loss(recurrent), rule)(p, x)
+        for _ in range(3):
+            expected.append(x.T @ x)
+            x = jnp.tanh(x @ p)
+        steps = jnp.stack(expected)
+        assert_same(found[0], steps if reduce == (False,) else steps.sum(0), 1e-12, 1e-12)
 
 
 class TestErrors:

@@ -8,11 +8,15 @@ Statistics go in three steps, so that they can be computed in the backward pass,
 several of these. `statistics` says what is summed at each place of a layer; it is computed by
 `curvax.layer_statistics`. `terms` makes of these sums what can be added up over passes:
 squares of sums, say. `estimate` makes of the total what goes into the moving averages.
+
+A refresh of the cache goes in two steps, so that powers and eigenvectors of the matrices of many
+blocks are computed together. `cache_requests` says which a block needs, and `with_cache` returns
+the state with what was made of them. States are replaced, never changed.
 """
 
 import abc
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,41 +27,30 @@ from jax.typing import ArrayLike
 
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.data import data_of_sites, statistics_of_data
+from curvax.curvature.blocks.data import data_of_sites, sums_of_data
 from curvax.curvature.blocks.layer import LayerEquation, wide
+from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import run_matrix_tasks
+from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse
 
 __all__ = [
     "BlockState",
-    "CacheUpdate",
     "CurvatureBlock",
     "MatrixPower",
     "Powers",
     "Refresh",
     "Statistics",
-    "copied",
-    "finished",
-    "in_step",
+    "cached_entry",
     "power_key",
     "powers_of",
 ]
 
 
-# The cache of a block: which powers are in it, and how it is updated.
-#
-# What takes long in an update, powers and eigenvectors of matrices, an update only asks for.
-# Whoever runs it has this computed, for many blocks together.
+# The cache of a block: which powers are in it, and what of it is computed again.
 
 Powers = float | int | Sequence[float | int] | None
 """One power, or several."""
-
-
-CacheUpdate = Generator[Sequence[Any], Any, Any]
-"""An update of a cache. It yields tasks, is sent their results, and returns the new state.
-
-So tasks of several blocks can be computed together, by `run_matrix_tasks`.
-"""
 
 
 @dataclass(frozen=True)
@@ -99,32 +92,15 @@ def power_key(power: float | int) -> str:
     return short if float(short) == power else repr(float(power))
 
 
-def in_step(updates: Sequence[CacheUpdate]) -> Generator[Sequence[Any], Any, list[Any]]:
-    """Several updates as one: it yields what all of them do at a time, and returns all states."""
-    states: list[Any] = [None] * len(updates)
-    waiting, replies = dict(enumerate(updates)), dict[int, Any]()
-    while waiting:
-        asked: dict[int, Sequence[Any]] = {}
-        for number, update in list(waiting.items()):
-            try:
-                asked[number] = update.send(replies.get(number))
-            except StopIteration as end:
-                states[number] = end.value
-                del waiting[number]
-        if asked:
-            found = iter((yield [task for tasks in asked.values() for task in tasks]))
-            replies = {number: [next(found) for _ in tasks] for number, tasks in asked.items()}
-    return states
-
-
-def finished(update: CacheUpdate, compute: Callable[..., Any]) -> Any:
-    """What an update returns, whose tasks are computed by a function."""
-    try:
-        tasks = next(update)
-        while True:
-            tasks = update.send(compute(tasks))
-    except StopIteration as end:
-        return end.value
+def cached_entry(cache: Mapping[str, Any] | None, key: str, name: str) -> Any:
+    """Return an entry of the cache of the block of this name."""
+    if key not in (cache or {}):
+        raise ValueError(
+            f"curvax: the block {name} has {key!r} not in its cache, only {sorted(cache or {})}. "
+            f"Call update_cache with it first; in a loop, whose state keeps its structure, say so "
+            f"when the state is made (init), too."
+        )
+    return (cache or {})[key]
 
 
 # The state of a block: a pytree whose fields can be replaced, with a cache of powers.
@@ -144,16 +120,8 @@ class BlockState:
 jax.tree_util.register_dataclass(BlockState)
 
 
-def copied(state: Any) -> Any:
-    """A state with the same arrays, whose fields can be changed."""
-    return jax.tree.map(lambda x: x, state)
-
-
-Statistics = Mapping[str, Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]]
-"""By name, what is summed at a place, from its inputs and the cotangents of its outputs.
-
-What depends on inputs alone has a name that begins with "inputs": it is the same in each pass.
-"""
+Statistics = Mapping[Hashable, Statistic]
+"""What is summed at a place. What has the same key at several places is added up."""
 
 
 class CurvatureBlock(abc.ABC):
@@ -175,6 +143,18 @@ class CurvatureBlock(abc.ABC):
 
     splits_parts: ClassVar[bool] = False
     """Whether parts that are cut out of a parameter have blocks of their own."""
+
+    has_own_update: ClassVar[bool] = False
+    """Whether a user's class overrides `update_curvature_matrix_estimate`."""
+
+    has_own_cache: ClassVar[bool] = False
+    """Whether a user's class overrides `update_cache`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        base, update = CurvatureBlock, "update_curvature_matrix_estimate"
+        cls.has_own_update = getattr(cls, update) is not getattr(base, update)
+        cls.has_own_cache = cls.update_cache is not base.update_cache
 
     def __init__(self, layer_tag_eq: Any, name: str) -> None:
         self._equation = LayerEquation.of(layer_tag_eq)
@@ -221,8 +201,12 @@ class CurvatureBlock(abc.ABC):
 
     @property
     def parameters_canonical_order(self) -> tuple[int, ...]:
-        """The places of the parameters in the order in which the layer is usually written."""
-        return tuple(range(self.number_of_parameters))
+        """The places of the parameters in the order in which the function has them.
+
+        So they follow each other in `jax.flatten_util.ravel_pytree`, and in `to_dense_matrix`.
+        """
+        params = self._equation.sites[0].params
+        return tuple(sorted(range(len(params)), key=lambda k: params[k].index))
 
     @property
     def layer_tag_extra_params(self) -> dict[str, Any]:
@@ -319,15 +303,20 @@ class CurvatureBlock(abc.ABC):
 
         Arguments:
             rng: a key, for blocks that begin at random.
-            exact_powers_to_cache: which exact powers `update_cache` will be asked for.
+            exact_powers_to_cache: which exact powers `update_cache` will be asked for. In a loop,
+                whose state keeps its structure, all must be named here.
             approx_powers_to_cache: which approximate ones.
             cache_eigenvalues: whether it will be asked for eigenvalues.
 
         Returns:
             The state.
         """
-        exact, approx = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
-        return self._init(rng, exact, approx, cache_eigenvalues)
+        del rng
+        state = self.State(cache={}, **self._initial_fields())
+        options = (1.0, exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues)
+        # The cache that an update makes, with zeros in it.
+        shapes = jax.eval_shape(lambda: CurvatureBlock.update_cache(self, state, *options).cache)
+        return replace(state, cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def multiply_matpower(
         self,
@@ -348,7 +337,8 @@ class CurvatureBlock(abc.ABC):
             power: any real number.
             exact_power: whether the power is that of this matrix, and not that of an approximation
                 that is cheaper.
-            use_cached: whether to use what `update_cache` computed last.
+            use_cached: whether to use what `update_cache` computed last. The first power is
+                computed if it is not cached.
 
         Returns:
             Arrays like the parameters.
@@ -357,6 +347,7 @@ class CurvatureBlock(abc.ABC):
             ValueError: if the vector is not like the parameters, or that power is not cached.
         """
         self._check_vector(vector)
+        use_cached = use_cached and (power != 1 or self.is_cached(state, power, exact_power))
         scale = self.scale(state, use_cached)
         vector = tuple(jnp.asarray(x).astype(wide(x.dtype, self.dtype)) for x in vector)
         weight = jnp.asarray(identity_weight) / scale
@@ -418,30 +409,36 @@ class CurvatureBlock(abc.ABC):
             identity_weight: what is added to the diagonal before a power is taken.
             exact_powers: which exact powers.
             approx_powers: which approximate ones.
-            eigenvalues: whether the eigenvalues too. If they were not cached before, the state
-                gets a further entry.
+            eigenvalues: whether the eigenvalues too.
 
         Returns:
-            The state with these.
-
-        Raises:
-            ValueError: if the state was not made to cache a power.
+            The state with these in its cache. What was not there before, as `init` was not told of
+            it, is a further entry: a state of another structure.
         """
-        options = (identity_weight, exact_powers, approx_powers, eigenvalues)
-        return finished(self.cache_update(state, *options), run_matrix_tasks)
+        wanted = self.refresh(identity_weight, exact_powers, approx_powers, eigenvalues)
+        results = run_matrix_tasks(self.cache_requests(state, wanted))
+        return self.with_cache(state, results, wanted)
 
-    def cache_update(
-        self,
-        state: Any,
-        identity_weight: ArrayLike,
-        exact_powers: Powers,
-        approx_powers: Powers,
-        eigenvalues: bool,
-    ) -> CacheUpdate:
-        """As `update_cache`, with tasks that can be computed together with those of others."""
+    def refresh(
+        self, identity_weight: ArrayLike, exact: Powers, approx: Powers, eigenvalues: bool
+    ) -> Refresh:
+        """Return what `update_cache` with these arguments computes, without the fixed scale."""
         weight = jnp.asarray(identity_weight) / self.fixed_scale()
-        powers = powers_of(exact_powers), powers_of(approx_powers)
-        return self._update_cache(copied(state), Refresh(weight, *powers, eigenvalues))
+        return Refresh(weight, powers_of(exact), powers_of(approx), eigenvalues)
+
+    def cache_requests(self, state: Any, wanted: Refresh) -> PyTree:
+        """Return the tasks whose results `with_cache` needs, for `run_matrix_tasks`."""
+        del state, wanted
+        return ()
+
+    @abc.abstractmethod
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        """Return the state with a new cache, from the results of `cache_requests`."""
+
+    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
+        """Return whether a power can be had from the cache."""
+        del exact_power
+        return power_key(power) in (state.cache or {})
 
     def update_curvature_matrix_estimate(
         self,
@@ -452,7 +449,7 @@ class CurvatureBlock(abc.ABC):
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
     ) -> Any:
-        """Take what happened at the layer into the estimate.
+        """Update the estimate with what happened at the layer.
 
         A class that overrides this may change `inputs` and `outputs_tangents` (or those of each
         place, in `sites`) and call `super()`: what is passed is used. Arrays of another shape are
@@ -476,45 +473,49 @@ class CurvatureBlock(abc.ABC):
             ValueError: if data that were changed contradict the layer, each other or `batch_size`.
         """
         sites, arrays = data_of_sites(self, estimation_data, batch_size)
-        statistics = statistics_of_data(self, state, estimation_data, sites, arrays)
-        terms = self.terms(statistics, sites, state)
-        return self.take_in(state, terms, sites, ema_old, ema_new, batch_size, pmap_axis_name)
+        sums = sums_of_data(self, state, estimation_data, sites, arrays)
+        update = (ema_old, ema_new, batch_size, pmap_axis_name)
+        return self.update_averages(state, self.terms(sums, sites, state), sites, *update)
 
-    def take_in(
+    def update_averages(
         self,
         state: Any,
-        terms: Mapping[str, PyTree],
+        terms: Sums,
         sites: Sequence[LayerUse],
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
     ) -> Any:
-        """The state with what `estimate` makes of a sum of terms in its averages.
+        """Return the state with what `estimate` makes of a sum of terms in its averages.
 
-        The mean over devices is finite if it is on all of them, so all take it in, or none.
+        The mean over devices is finite if it is on all of them, so all update theirs, or none.
         """
-        state = copied(state)
         estimates = self.estimate_here(terms, sites, batch_size, pmap_axis_name)
         if pmap_axis_name is not None:
             estimates = lax.pmean(estimates, pmap_axis_name)
-        finite = all_finite(
-            self.finiteness_probe(estimates)
-        )  # One answer: all are of the same batches.
-        for average, value in zip(self.averages(state), estimates, strict=True):
-            average.update(value, ema_old, ema_new, is_finite=finite)
-        return state
+        # One answer: all are of the same batches.
+        finite = all_finite(self.finiteness_probe(estimates))
+        # A class that extends ours may keep further averages, after these.
+        pairs = zip(self.averages(state), estimates, strict=False)
+        new = iter([old.updated(x, ema_old, ema_new, is_finite=finite) for old, x in pairs])
+        replaced = lambda x: next(new, x) if _is_average(x) else x
+        return jax.tree.map(replaced, state, is_leaf=_is_average)
+
+    def averages(self, state: Any) -> list[WeightedMovingAverage]:
+        """Return the moving averages in the state, in the order of its fields."""
+        return list(filter(_is_average, jax.tree.leaves(state, is_leaf=_is_average)))
 
     def estimate_here(
         self,
-        terms: Mapping[str, PyTree],
+        terms: Sums,
         sites: Sequence[LayerUse],
         batch_size: ArrayLike,
         axis_name: str | None,
     ) -> Sequence[Array]:
         """As `estimate`, of the terms of one device; the mean over devices is that of all."""
         if axis_name is not None and not self.has_linear_estimates(sites):
-            terms = lax.pmean(dict(terms), axis_name)
+            terms = lax.pmean(terms, axis_name)
         return self.estimate(terms, sites, batch_size)
 
     def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
@@ -532,33 +533,25 @@ class CurvatureBlock(abc.ABC):
         return estimates
 
     @abc.abstractmethod
-    def averages(self, state: Any) -> Sequence[Any]:
-        """The moving averages in the state."""
-
-    @abc.abstractmethod
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         """What is summed at one of the sites of the layer."""
 
     @abc.abstractmethod
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
-        """What can be added up over passes, from the sums of one.
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+        """Return what can be added up over passes, from the sums of one.
 
-        What depends on inputs alone has a name that begins with "inputs", too.
+        `sums` has a mapping from the keys of `statistics` in each of its fields.
         """
 
     @abc.abstractmethod
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         """What goes into each of the averages, from the sum of all terms."""
 
-    @abc.abstractmethod
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
-    ) -> Any:
-        """As `init`, with sorted powers."""
+    def _initial_fields(self) -> dict[str, Any]:
+        """Return what is in a state that has seen nothing yet, besides the cache."""
+        return {}
 
     @abc.abstractmethod
     def _multiply_matpower(
@@ -570,20 +563,27 @@ class CurvatureBlock(abc.ABC):
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
         """As `eigenvalues`, without the scale."""
 
-    @abc.abstractmethod
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        """As `cache_update`, without the fixed scale, of a state that may be changed."""
-
     def to_dense_matrix(self, state: Any) -> Array:
-        """The matrix itself, rows and columns in the order of the parameters, flattened."""
+        """Return the matrix, with rows and columns as `ravel_pytree` has the parameters."""
         multiply = lambda x: self.multiply(state, self.unflattened(x), 0.0, True, False)
         identity = jnp.eye(self.dim, dtype=self.dtype)
-        return jax.vmap(lambda x: self.flattened(multiply(x)), out_axes=1)(identity)
+        return self.ravelled(jax.vmap(lambda x: self.flattened(multiply(x)), out_axes=1)(identity))
+
+    def ravelled(self, matrix: Array) -> Array:
+        """Return a matrix whose rows are as `flattened` has them, as `ravel_pytree` has them."""
+        order = self.parameters_canonical_order
+        if order == tuple(range(len(order))):
+            return matrix
+        each = self.unflattened(jnp.arange(self.dim))
+        rows = self.flattened([each[k] for k in order])
+        return matrix[rows[:, None], rows[None, :]]
 
     def _cached(self, state: Any, key: str) -> Any:
-        if state.cache is None or key not in state.cache:
-            raise ValueError(
-                f"curvax: the block {self.name} has {key!r} not in its cache, only "
-                f"{sorted(state.cache or ())}. Say so when the state is made (init)."
-            )
-        return state.cache[key]
+        return cached_entry(state.cache, key, self.name)
+
+    def _with_entries(self, state: Any, entries: Mapping[str, Any]) -> Any:
+        return replace(state, cache={**(state.cache or {}), **entries})
+
+
+def _is_average(x: Any) -> bool:
+    return isinstance(x, WeightedMovingAverage)

@@ -9,7 +9,7 @@ by which `data_of_sites` tells what was changed.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from curvax._types import Array, PyTree
-from curvax.layers.tracing.statistics import EachStep
+from curvax._types import Array
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["data_of_sites", "given_data", "statistics_of_data"]
+__all__ = ["data_of_sites", "given_data", "sums_of_data"]
 
 
 _RECORD = "given"
@@ -30,33 +30,51 @@ _WHOLE = ("inputs", "outputs_tangents")
 Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]
 """The inputs and the cotangents of the outputs, at a site or of a layer."""
 
+Shapes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+"""The shapes of such arrays."""
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What a block was given: the sites of its layer, their data, and the dictionary itself."""
+    """What a block was given: the sites of its layer, the data themselves, and their number."""
 
     sites: tuple[LayerUse, ...]
-    arrays: tuple[Arrays, ...]
     data: Mapping[str, Any]
     batch_size: ArrayLike
 
     def is_changed(self, data: Mapping[str, Any], *keys: str) -> bool:
         """Return whether arrays under a key are others; those that are left out are not."""
-        new = {key: data[key] for key in keys if key in data}
-        old = {key: self.data[key] for key in keys if key in data and key in self.data}
-        leaves, before = jax.tree.leaves(new), jax.tree.leaves(old)
-        return len(leaves) != len(before) or any(
-            x is not y for x, y in zip(leaves, before, strict=True)
+        new = jax.tree.leaves({key: data[key] for key in keys if key in data})
+        old = jax.tree.leaves({key: self.data.get(key) for key in keys if key in data})
+        return len(new) != len(old) or any(x is not y for x, y in zip(new, old, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """A site, the shapes that its data have, and whether these are the model's own."""
+
+    site: LayerUse
+    shapes: Shapes
+    is_in_model: bool
+
+    def restored(self, arrays: Arrays) -> Arrays:
+        """Return data of these shapes as the site has them."""
+        if not self.is_in_model:
+            return arrays
+        inputs, cotangents = arrays
+        return (
+            tuple(self.site.as_at_tag(x, is_output=False) for x in inputs),
+            tuple(self.site.as_at_tag(x, is_output=True) for x in cotangents),
         )
 
 
 def given_data(
     data: Mapping[str, Any], sites: Sequence[LayerUse], batch_size: ArrayLike
 ) -> dict[str, Any]:
-    """Return the data of a layer as its block is given them, with an axis for positions."""
+    """Return the data of a layer as its block is given them, in the model's own shapes."""
     shown = tuple(
-        {key: tuple(_shown(site, key, x) for x in arrays) for key, arrays in at.items()}
+        {key: tuple(_in_model(site, key, x) for x in arrays) for key, arrays in at.items()}
         for site, at in zip(sites, data["sites"], strict=True)
     )
     given = {**data, "sites": shown}
@@ -66,34 +84,32 @@ def given_data(
             given[key] = each[0]
         elif len({tuple(x.shape[1:] for x in arrays) for arrays in each}) == 1:
             given[key] = tuple(map(jnp.concatenate, zip(*each, strict=True)))
-    arrays = tuple((at["inputs"], at["outputs_tangents"]) for at in data["sites"])
-    record = _Given(tuple(sites), arrays, dict(given), batch_size)
-    return {**given, _RECORD: record}
+    return {**given, _RECORD: _Given(tuple(sites), dict(given), batch_size)}
 
 
-def statistics_of_data(
+def _in_model(site: LayerUse, key: str, x: Array) -> Array:
+    return site.as_in_model(x, is_output=key != "inputs")
+
+
+def sums_of_data(
     block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerUse], arrays: Any
-) -> dict[str, PyTree]:
-    """The sums that `layer_statistics` would return, from inputs and cotangents at all places."""
+) -> Sums:
+    """Return the sums that `layer_statistics` would, from inputs and cotangents at all places."""
     record = data.get(_RECORD)
     is_changed = record is not None and record.is_changed(data, "params_tangents")
     if block.sums_batch and (is_changed or not sites[0].is_known):
-        return {"gradient": list(data["params_tangents"])}
-    totals: dict[str, PyTree] = {}
+        return Sums(of_cotangents=list(data["params_tangents"]))
+    totals = Sums({}, {})
     for site, (inputs, cotangents) in zip(sites, arrays, strict=True):
-        for name, block_statistic in block.statistics(site, sites, state).items():
-            statistic = block_statistic
+        for key, statistic in block.statistics(site, sites, state).items():
+            compute = statistic.compute
             for _ in site.stacked:
-                statistic = jax.vmap(statistic)
-            value = statistic(inputs, cotangents)
-            kept = site.stacked
-            if isinstance(block_statistic, EachStep):
-                pairs = zip(site.stacked, block_statistic.loops, strict=True)
-                kept = tuple(has or own for has, own in pairs)
-            shared = tuple(k for k, has in enumerate(kept) if not has)
-            value = jax.tree.map(lambda x, axes=shared: jnp.sum(x, axes), value)
-            before = totals.get(name)
-            totals[name] = value if before is None else jax.tree.map(jnp.add, before, value)
+                compute = jax.vmap(compute)
+            kept = statistic.kept_loops(site.stacked)
+            summed = tuple(axis for axis, has in enumerate(kept) if not has)
+            value = jax.tree.map(lambda x, own=summed: jnp.sum(x, own), compute(inputs, cotangents))
+            sums = totals[0 if statistic.depends_on == "inputs" else 1]
+            sums[key] = jax.tree.map(jnp.add, sums[key], value) if key in sums else value
     return totals
 
 
@@ -111,81 +127,70 @@ def data_of_sites(
         ValueError: if data that were changed contradict the layer or each other.
     """
     record = data.get(_RECORD)
-    has_whole = all(key in data for key in _WHOLE)
-    if record is None:
-        if not has_whole and "sites" not in data:
-            raise _contradiction(block, f"it lacks {' or '.join(_WHOLE)}")
-        if has_whole:
-            shapes = [_raw_shapes(site) for site in block.sites]
-            return _of_whole(block, data, block.sites, shapes, batch_size)
-        return block.sites, tuple(_arrays(at) for at in data["sites"])
-    whole, parts = record.is_changed(data, *_WHOLE), record.is_changed(data, "sites")
-    if whole and parts:
-        raise _contradiction(
-            block,
-            "both the arrays of the layer (inputs, outputs_tangents) and those of its sites (sites)"
-            " were changed. Change one of them, and leave the other as it was or leave it out",
-        )
-    if not whole and not parts:
-        return record.sites, record.arrays
-    shown = [_shapes_of(_arrays(at)) for at in record.data["sites"]]
-    size = None if batch_size is record.batch_size else batch_size
-    if whole and not has_whole:
-        raise _contradiction(block, f"it lacks {' or '.join(_WHOLE)}")
+    if record is None:  # They are as `layer_tags_vjp` returns them.
+        expected = [_Expected(site, _raw_shapes(site), False) for site in block.sites]
+        whole, size = "sites" not in data or all(key in data for key in _WHOLE), batch_size
+    else:
+        pairs = zip(record.sites, record.data["sites"], strict=True)
+        expected = [_Expected(site, _shapes_of(_arrays(at)), True) for site, at in pairs]
+        whole = record.is_changed(data, *_WHOLE)
+        size = None if batch_size is record.batch_size else batch_size
+        if whole and record.is_changed(data, "sites"):
+            raise _contradiction(
+                block,
+                "both the arrays of the layer (inputs, outputs_tangents) and those of its sites "
+                "(sites) were changed. Change one of them, and leave the other as it was or leave "
+                "it out",
+            )
+        data = {"sites": record.data["sites"], **data}
     if whole:
-        return _of_whole(block, data, record.sites, shown, size, is_shown=True)
-    if len(data["sites"]) != len(record.sites):
+        if not all(key in data for key in _WHOLE):
+            raise _contradiction(block, f"it lacks {' or '.join(_WHOLE)}")
+        found = _of_whole(block, _arrays(data), expected, size)
+    elif len(data["sites"]) != len(expected):
         raise _contradiction(
-            block, f"it has data of {len(data['sites'])} sites, the layer has {len(record.sites)}"
+            block, f"it has data of {len(data['sites'])} sites, the layer has {len(expected)}"
         )
-    each = zip(record.sites, data["sites"], shown, strict=True)
-    found = [_at_site(block, site, _arrays(at), shapes, size, True) for site, at, shapes in each]
+    else:
+        each = zip(expected, map(_arrays, data["sites"]), strict=True)
+        found = [_at_site(block, own, arrays, size) for own, arrays in each]
     return tuple(site for site, _ in found), tuple(arrays for _, arrays in found)
 
 
 def _of_whole(
-    block: Any,
-    data: Mapping[str, Any],
-    sites: tuple[LayerUse, ...],
-    shapes: Sequence[Any],
-    batch_size: ArrayLike | None,
-    is_shown: bool = False,
-) -> tuple[tuple[LayerUse, ...], tuple[Arrays, ...]]:
+    block: Any, arrays: Arrays, expected: Sequence[_Expected], batch_size: ArrayLike | None
+) -> list[tuple[LayerUse, Arrays]]:
     """The arrays of a layer at its sites, or of all of them together if their shape is another."""
-    arrays = _arrays(data)
+    first, sites = expected[0], [own.site for own in expected]
     if len(sites) == 1:
-        site, own = _at_site(block, sites[0], arrays, shapes[0], batch_size, is_shown)
-        return (site,), (own,)
-    if _shapes_of(arrays) == _joined(shapes):
-        split = [_split(x, [each[k][n][0] for each in shapes]) for k, n, x in _numbered(arrays)]
-        count = len(arrays[0])
-        parts = [(x[:count], x[count:]) for x in zip(*split, strict=True)]
-        if is_shown:
-            parts = [_raw(site, part) for site, part in zip(sites, parts, strict=True)]
-        return sites, tuple(parts)
+        return [_at_site(block, first, arrays, batch_size)]
+    shapes = _joined([own.shapes for own in expected])
+    if _shapes_of(arrays) == shapes:
+        lengths = lambda k, n: np.cumsum([own.shapes[k][n][0] for own in expected])[:-1].tolist()
+        split = [
+            zip(*(jnp.split(x, lengths(k, n)) for n, x in enumerate(each)), strict=True)
+            for k, each in enumerate(arrays)
+        ]
+        parts = zip(expected, *split, strict=True)
+        return [(own.site, own.restored((inputs, rest))) for own, inputs, rest in parts]
     forms = {(s.kind, s.stack, s.cuts, str([p.arrangement for p in s.params])) for s in sites}
     if len(forms) > 1 or block.needs_examples(sites):
         raise _contradiction(
             block,
             f"the layer is applied at {len(sites)} places, and data of all of them together must "
-            f"keep their shapes, {_joined(shapes)}, got {_shapes_of(arrays)}. Change the data of "
-            f"each place, under sites, instead",
+            f"keep their shapes, {shapes}, got {_shapes_of(arrays)}. Change the data of each "
+            f"place, under sites, instead",
         )
-    site, own = _at_site(block, sites[0], arrays, None, batch_size, is_shown)
-    return (site,), (own,)
+    return [_at_site(block, replace(first, shapes=((), ())), arrays, batch_size)]
 
 
 def _at_site(
-    block: Any,
-    site: LayerUse,
-    arrays: Arrays,
-    shapes: Any,
-    batch_size: ArrayLike | None,
-    is_shown: bool,
+    block: Any, expected: _Expected, arrays: Arrays, batch_size: ArrayLike | None
 ) -> tuple[LayerUse, Arrays]:
     """A site for data of these shapes or of others."""
+    site, shapes = expected.site, expected.shapes
     if _shapes_of(arrays) == shapes:
-        return site, _raw(site, arrays) if is_shown else arrays
+        return site, expected.restored(arrays)
     counts = len(site.inputs), len(site.outputs)
     if (len(arrays[0]), len(arrays[1])) != (1, 1) or counts != (1, 1):
         raise _contradiction(
@@ -252,39 +257,22 @@ def _arrays(data: Mapping[str, Any]) -> Arrays:
     return inputs, cotangents
 
 
-def _raw(site: LayerUse, arrays: Arrays) -> Arrays:
-    inputs, cotangents = arrays
-    return (
-        tuple(site.as_at_tag(x, is_output=False) for x in inputs),
-        tuple(site.as_at_tag(x, is_output=True) for x in cotangents),
-    )
+def _shapes_of(arrays: Arrays) -> Shapes:
+    inputs, cotangents = (tuple(x.shape for x in each) for each in arrays)
+    return inputs, cotangents
 
 
-def _shown(site: LayerUse, key: str, x: Array) -> Array:
-    return site.as_in_model(x, is_output=key != "inputs")
-
-
-def _shapes_of(arrays: Arrays) -> Any:
-    return tuple(tuple(x.shape for x in each) for each in arrays)
-
-
-def _raw_shapes(site: LayerUse) -> Any:
-    return tuple(
+def _raw_shapes(site: LayerUse) -> Shapes:
+    inputs, outputs = (
         tuple((*site.lengths, *x.shape) for x in each) for each in (site.inputs, site.outputs)
     )
+    return inputs, outputs
 
 
-def _joined(shapes: Sequence[Any]) -> Any:
+def _joined(shapes: Sequence[Shapes]) -> Shapes | None:
     """The shapes of the arrays of all sites along the first axis; None if they do not fit."""
     if len({tuple(tuple(s[1:] for s in each) for each in site) for site in shapes}) > 1:
         return None
     add = lambda *each: (sum(s[0] for s in each), *each[0][1:])
-    return tuple(tuple(map(add, *kinds)) for kinds in zip(*shapes, strict=True))
-
-
-def _numbered(arrays: Arrays) -> list[tuple[int, int, Array]]:
-    return [(k, n, x) for k, each in enumerate(arrays) for n, x in enumerate(each)]
-
-
-def _split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    return jnp.split(x, np.cumsum(sizes)[:-1].tolist())
+    inputs, cotangents = (tuple(map(add, *kinds)) for kinds in zip(*shapes, strict=True))
+    return inputs, cotangents

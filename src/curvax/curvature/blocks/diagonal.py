@@ -1,6 +1,6 @@
 """Blocks that keep only the diagonal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
-    CacheUpdate,
     MatrixPower,
     Refresh,
     Statistics,
@@ -25,6 +24,7 @@ from curvax.curvature.blocks.example_gradients import (
 )
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 __all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
@@ -55,39 +55,36 @@ class Diagonal(ExampleGradientBlock):
     max_elements: int | None = None
     """How many elements of gradients of examples to hold at once; None for what is set."""
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        return state.diagonal_factors
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         self.check_examples(sites)
         return gradient_statistics(site, sites, _squares, False, self.dtype, self.max_elements)
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        return {"squares": gradient_terms(statistics, sites, _squares, on_whole=False)}
+        return Sums(of_cotangents=gradient_terms(sums, sites, _squares, on_whole=False))
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del sites
-        return [x / batch_size for x in terms["squares"]]
+        return [x / batch_size for x in terms.of_cotangents]
 
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
-    ) -> Any:
-        del rng
-        zeros = lambda: tuple(jnp.zeros(shape, self.dtype) for shape in self.parameters_shapes)
-        cache: dict[str, Any] = {power_key(power): zeros() for power in {*exact, *approx}}
-        if cache_eigenvalues:
-            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
-        factors = tuple(
-            WeightedMovingAverage.zeros_array(shape, self.dtype) for shape in self.parameters_shapes
-        )
-        state: Any = self.State
-        return state(cache=cache, diagonal_factors=factors)
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        del results
+        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        diagonal = [d.value * scale for d in state.diagonal_factors]
+        weight = wanted.identity_weight
+        entries: dict[str, Any] = {
+            power_key(power): _powers(diagonal, weight, power) for power in wanted.powers
+        }
+        if wanted.eigenvalues:
+            entries["eigenvalues"] = self.flattened(diagonal)
+        return self._with_entries(state, entries)
+
+    def _initial_fields(self) -> dict[str, Any]:
+        zeros = [WeightedMovingAverage.zeros_array(s, self.dtype) for s in self.parameters_shapes]
+        return {"diagonal_factors": tuple(zeros)}
 
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
@@ -105,17 +102,6 @@ class Diagonal(ExampleGradientBlock):
         if use_cached:
             return self._cached(state, "eigenvalues")
         return self.flattened([d.value for d in state.diagonal_factors])
-
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        yield from ()
-        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        diagonal = [d.value * scale for d in state.diagonal_factors]
-        for power in wanted.powers:
-            self._cached(state, power_key(power))
-            state.cache[power_key(power)] = _powers(diagonal, wanted.identity_weight, power)
-        if wanted.eigenvalues:
-            state.cache["eigenvalues"] = self.flattened(diagonal)
-        return state
 
 
 class DenseDiagonal(Diagonal):
@@ -147,11 +133,9 @@ class NaiveDiagonal(BatchGradientBlock, Diagonal):
     average, as far as estimation modes have random signs or targets, and are noise here.
     """
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        return {"squares": [x**2 for x in self.total_gradient(statistics, sites)]}
+        return Sums(of_cotangents=[x**2 for x in self.total_gradient(sums, sites)])
 
 
 def _squares(gradients: list[Array]) -> list[Array]:

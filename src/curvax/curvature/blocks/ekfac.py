@@ -8,7 +8,8 @@ is: no other diagonal is closer to the curvature (in the Frobenius norm). The ba
 the cache is updated; from then on until the next time, the diagonal is estimated in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import CacheUpdate, MatrixPower, Refresh, Statistics
+from curvax.curvature.blocks.base import MatrixPower, Refresh, Statistics
 from curvax.curvature.blocks.example_gradients import (
     gradient_statistics,
     gradient_terms,
@@ -27,9 +28,10 @@ from curvax.curvature.blocks.kronecker import (
     DenseTwoKroneckerFactored,
     TwoKroneckerFactored,
 )
-from curvax.curvature.linalg.kronecker import Eigen, from_basis, to_basis
+from curvax.curvature.linalg.kronecker import DenseSide, Eigen, from_basis, to_basis
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 __all__ = ["Conv2DEKFAC", "DenseEKFAC"]
@@ -60,46 +62,47 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         del sites
         return True
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        return *super().averages(state), state.eigenvalues
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         squares = self._squares(state.basis)
         own = gradient_statistics(site, sites, squares, on_whole=True, dtype=self.dtype)
         return {**super().statistics(site, sites, state), **own}
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
-        factors = {n: x for n, x in statistics.items() if n.startswith(("inputs", "outputs"))}
-        squares = self._squares(state.basis)
-        own = {n: x for n, x in statistics.items() if n not in factors}
-        corrected = gradient_terms(own, sites, squares, on_whole=True)
-        return {**super().terms(factors, sites, state), "squares": corrected}
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+        factors = super().terms(sums, sites, state)
+        corrected = gradient_terms(sums, sites, self._squares(state.basis), on_whole=True)
+        return Sums(factors.of_inputs, (factors.of_cotangents, corrected))
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        corrected = terms["squares"] / (batch_size * self.num_averaged_positions)
-        return *super().estimate(terms, sites, batch_size), corrected
+        outputs, corrected = terms.of_cotangents
+        factors = super().estimate(Sums(terms.of_inputs, outputs), sites, batch_size)
+        return *factors, corrected / (batch_size * self.num_averaged_positions)
 
-    def _state(self, cache: dict[str, Any], inputs: Any, outputs: Any) -> Any:
-        sides = self._kronecker.inputs, self._kronecker.outputs
-        eigen = self._kronecker.eigen(*(jnp.zeros(s.shape, self.dtype) for s in sides))
-        vectors = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
+    def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:
+        eigen = self._kronecker.eigen_tasks(*self._values(state))
+        return {"eigen": eigen} if wanted.powers else {}
+
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        if wanted.powers:
+            eigen = self._kronecker.eigen_of(results["eigen"])
+            # In a new basis, the diagonal is that of the factors until it is estimated again.
+            diagonal = self._kronecker.eigenvalues(eigen) * state.eigenvalues.weight
+            average = replace(state.eigenvalues, raw_value=diagonal)
+            state = replace(state, basis=_vectors(eigen), eigenvalues=average)
+        values = {"eigenvalues": state.eigenvalues.value.reshape(-1)} if wanted.eigenvalues else {}
+        return self._with_entries(state, values)
+
+    def _initial_fields(self) -> dict[str, Any]:
+        inputs, outputs = self._kronecker.inputs, self._kronecker.outputs
         basis = {
-            name: jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
-            for name, x in vectors.items()
+            f"{name}_vectors": jnp.broadcast_to(jnp.eye(side.size, dtype=self.dtype), side.shape)
+            for name, side in (("inputs", inputs), ("outputs", outputs))
+            if isinstance(side, DenseSide)
         }
-        shape = self._kronecker.eigenvalues(eigen).shape
-        state: Any = self.State
-        return state(
-            cache={name: x for name, x in cache.items() if name == "eigenvalues"},
-            inputs_factor=inputs,
-            outputs_factor=outputs,
-            basis=basis,
-            eigenvalues=WeightedMovingAverage.zeros_array(shape, self.dtype),
-        )
+        shape = (*inputs.stack, inputs.size, outputs.size)
+        values = WeightedMovingAverage.zeros_array(shape, self.dtype)
+        return {**super()._initial_fields(), "basis": basis, "eigenvalues": values}
 
     def _squares(self, basis: Eigen) -> Any:
         def squares(gradients: list[Array]) -> Array:
@@ -122,17 +125,9 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
             return self._cached(state, "eigenvalues")
         return state.eigenvalues.value.reshape(-1)
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        if wanted.powers:
-            found = yield self._kronecker.eigen_tasks(*self._values(state))
-            eigen = self._kronecker.eigen_of(found)
-            state.basis = {name: x for name, x in eigen.items() if name.endswith("_vectors")}
-            # In a new basis, the diagonal is that of the factors until it is estimated again.
-            weight = state.eigenvalues.weight
-            state.eigenvalues.raw_value = self._kronecker.eigenvalues(eigen) * weight
-        if wanted.eigenvalues:
-            state.cache["eigenvalues"] = state.eigenvalues.value.reshape(-1)
-        return state
+
+def _vectors(eigen: Eigen) -> Eigen:
+    return {name: x for name, x in eigen.items() if name.endswith("_vectors")}
 
 
 class DenseEKFAC(_EigenvalueCorrected, DenseTwoKroneckerFactored):

@@ -11,7 +11,8 @@ one.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,19 +23,17 @@ from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import CurvatureBlock, Statistics
 from curvax.curvature.blocks.layer import wide
 from curvax.curvature.blocks.settings import get_max_parallel_elements
-from curvax.layers.tracing.statistics import EachStep
+from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
 
 __all__ = [
     "BatchGradientBlock",
     "ChunkedExampleGradientBlock",
     "ExampleGradientBlock",
-    "Quadratic",
     "ScaleAndShiftBlock",
     "gradient_statistics",
     "gradient_terms",
     "remarks_on_examples",
-    "why_inexact",
 ]
 
 
@@ -42,6 +41,13 @@ __all__ = [
 
 Quadratic = Callable[[list[Array]], PyTree]
 """Sums over examples of something quadratic in gradients: (examples, *shape) for each parameter."""
+
+
+@dataclass(frozen=True, order=True)
+class GradientsAt:
+    """The key of a statistic of gradients: the index of the first site that has it."""
+
+    site: int
 
 
 def gradient_statistics(
@@ -58,9 +64,9 @@ def gradient_statistics(
     """
     (group,) = [group for group in _groups(sites) if site in group]
     if _is_held(group, on_whole):
-        number = sites.index(_first_of_form(site, group))
+        key = GradientsAt(sites.index(_first_of_form(site, group)))
         compute = lambda x, g: site.gradients(x[0], g[0].astype(dtype))
-        return {f"gradients {number}": EachStep(compute, site.example_loops)}
+        return {key: Statistic(compute, reduce=tuple(not own for own in site.example_loops))}
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
         (x,), (g,) = inputs, cotangents
@@ -68,29 +74,25 @@ def gradient_statistics(
         compute = lambda x, g: quadratic(whole(site.gradients_by_example(x, g)))
         return _in_chunks(site, compute, x, g.astype(dtype), max_elements)
 
-    return {f"squares {sites.index(site)}": summed}
+    return {GradientsAt(sites.index(site)): Statistic(summed)}
 
 
 def gradient_terms(
-    statistics: Mapping[str, PyTree],
-    sites: Sequence[LayerUse],
-    quadratic: Quadratic,
-    on_whole: bool,
+    sums: Sums, sites: Sequence[LayerUse], quadratic: Quadratic, on_whole: bool
 ) -> PyTree:
     """Sums over all sites and examples.
 
     If the quadratic is not `on_whole`, it returns one array for each parameter.
     """
+    found = lambda site: sums.of_cotangents[GradientsAt(sites.index(site))]
     terms = []
     for group in _groups(sites):
         if _is_held(group, on_whole):
             firsts = [site for site in group if _first_of_form(site, group) is site]
-            named = [(site, statistics[f"gradients {sites.index(site)}"]) for site in firsts]
-            terms.append(quadratic(_sum([_put_examples(site, found) for site, found in named])))
-            continue
-        (site,) = group
-        found = statistics[f"squares {sites.index(site)}"]
-        terms.append(found if on_whole else site.put(found))
+            terms.append(quadratic(_sum([_put_examples(site, found(site)) for site in firsts])))
+        else:
+            (site,) = group
+            terms.append(found(site) if on_whole else site.put(found(site)))
     return _sum(terms)
 
 
@@ -208,8 +210,7 @@ class ExampleGradientBlock(CurvatureBlock):
     def __init__(self, layer_tag_eq: Any, name: str, *, allow_approximation: bool = False) -> None:
         super().__init__(layer_tag_eq, name)
         self._allows_approximation = allow_approximation
-        own, base = type(self), CurvatureBlock
-        if own.update_curvature_matrix_estimate is base.update_curvature_matrix_estimate:
+        if not self.has_own_update:
             self.check_examples(self._equation.sites)
 
     @property
@@ -289,31 +290,29 @@ class BatchGradientBlock(CurvatureBlock):
 
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        return _total_gradient(site, sites, self.dtype)
+        if not site.is_known:  # The pass itself has the gradient.
+            return {}
+        return {GradientsAt(sites.index(site)): _batch_gradient(site, self.dtype)}
 
-    def total_gradient(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse]
-    ) -> list[Array]:
-        """The gradient of all examples and sites, in the shapes of the parameters."""
-        if "gradient" in statistics:
-            return [x.astype(wide(x.dtype)) for x in statistics["gradient"]]
-        each = [site.put(statistics[f"total {number}"]) for number, site in enumerate(sites)]
+    def total_gradient(self, sums: Sums, sites: Sequence[LayerUse]) -> list[Array]:
+        """Return the gradient of all examples and sites, in the shapes of the parameters.
+
+        The sums are those of each site, or the gradient itself.
+        """
+        found = sums.of_cotangents
+        if not isinstance(found, dict):
+            return [x.astype(wide(x.dtype)) for x in found]
+        each = [site.put(found[GradientsAt(number)]) for number, site in enumerate(sites)]
         return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
 
 
-def _total_gradient(site: LayerUse, sites: Sequence[LayerUse], dtype: jnp.dtype) -> Statistics:
-    """The gradient of all examples, as the function has the parameters or as the site does.
-
-    Of a layer of the user's own it is not computed here: the pass itself has it.
-    """
-    number = sites.index(site)
-    if not site.is_known:
-        return {}
+def _batch_gradient(site: LayerUse, dtype: jnp.dtype) -> Statistic:
+    """The gradient of all examples at a site, with the parameters as the site has them."""
     if site.kind == "generic_tag":
-        return {f"total {number}": lambda _, g: [g[0].astype(dtype)]}
+        return Statistic(lambda _, g: [g[0].astype(dtype)], "cotangents")
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> list[Array]:
         gradients = site.gradients(inputs[0], cotangents[0].astype(dtype))
         return [jnp.sum(x, 0) for x in gradients]
 
-    return {f"total {number}": summed}
+    return Statistic(summed)

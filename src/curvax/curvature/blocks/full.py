@@ -1,6 +1,7 @@
 """Blocks that keep the whole matrix."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from curvax._cpu import symmetric_product
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
-    CacheUpdate,
     MatrixPower,
     Refresh,
     Statistics,
@@ -34,6 +34,7 @@ from curvax.curvature.linalg.psd import (
     spectral_power,
 )
 from curvax.curvature.linalg.tasks import Eigenvectors, Power
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 __all__ = [
@@ -93,7 +94,7 @@ class Full(ExampleGradientBlock):
         return float(self.dim) ** 2
 
     def parameters_list_to_single_vector(self, parameters_shaped_list: Sequence[Array]) -> Array:
-        """Arrays like the parameters, as one vector.
+        """Arrays like the parameters, one after the other as in `state.matrix`, as one vector.
 
         Arguments:
             parameters_shaped_list: the arrays.
@@ -129,9 +130,6 @@ class Full(ExampleGradientBlock):
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         return [diagonal(matrix) for matrix in estimates]
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        return (state.matrix,)
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
         self.check_examples(sites)
@@ -139,38 +137,45 @@ class Full(ExampleGradientBlock):
             site, sites, products_of_gradients, True, self.dtype, self.max_elements
         )
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        return {"products": gradient_terms(statistics, sites, products_of_gradients, on_whole=True)}
+        products = gradient_terms(sums, sites, products_of_gradients, on_whole=True)
+        return Sums(of_cotangents=products)
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del sites
-        return [terms["products"] / batch_size]
+        return [terms.of_cotangents / batch_size]
 
     def to_dense_matrix(self, state: Any) -> Array:
         matrix = state.matrix.value
-        return matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype)
+        return self.ravelled(matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype))
 
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
-    ) -> Any:
-        del rng
-        powers = {*exact, *approx}
-        matrix = lambda: jnp.zeros((self.dim, self.dim), self.dtype)
-        cache: dict[str, Any] = {}
-        if len(powers) > self._eigen_threshold:
-            cache["eigenvectors"] = matrix()
-        else:
-            cache = {power_key(power): matrix() for power in powers}
-        if cache_eigenvalues or "eigenvectors" in cache:
-            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
-        average = WeightedMovingAverage.zeros_array((self.dim, self.dim), self.dtype)
-        state: Any = self.State
-        return state(cache=cache, matrix=average)
+    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
+        return "eigenvectors" in state.cache or super().is_cached(state, power, exact_power)
+
+    def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:
+        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        matrix, weight = state.matrix.value * scale, wanted.identity_weight
+        if "eigenvectors" in state.cache or len(wanted.powers) > self._eigen_threshold:
+            return {"eigenvectors": Eigenvectors(matrix)}
+        requests: dict[str, Any] = {
+            power_key(power): Power(matrix, weight, power) for power in wanted.powers
+        }
+        return requests | ({"eigenvalues": Eigenvectors(matrix)} if wanted.eigenvalues else {})
+
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        del wanted
+        if "eigenvectors" in results:  # Any power follows from these.
+            values, vectors = results["eigenvectors"]
+            return replace(state, cache={"eigenvalues": values, "eigenvectors": vectors})
+        if "eigenvalues" in results:
+            results = {**results, "eigenvalues": results["eigenvalues"][0]}
+        return self._with_entries(state, results)
+
+    def _initial_fields(self) -> dict[str, Any]:
+        return {"matrix": WeightedMovingAverage.zeros_array((self.dim, self.dim), self.dtype)}
 
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
@@ -179,7 +184,7 @@ class Full(ExampleGradientBlock):
         flat = self.flattened(vector)
         if not how.is_cached:
             matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
-        elif "eigenvectors" in (state.cache or ()):
+        elif "eigenvectors" in state.cache:
             values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
             values = clamp_eigenvalues(values, how.identity_weight, how.power)
             powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
@@ -192,21 +197,6 @@ class Full(ExampleGradientBlock):
         if use_cached:
             return self._cached(state, "eigenvalues")
         return psd_eigh(state.matrix.value)[0]
-
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        matrix = state.matrix.value * scale
-        if "eigenvectors" in state.cache:
-            ((values, vectors),) = yield [Eigenvectors(matrix)]
-            state.cache |= {"eigenvalues": values, "eigenvectors": vectors}
-            return state
-        for power in wanted.powers:
-            self._cached(state, power_key(power))
-            (found,) = yield [Power(matrix, wanted.identity_weight, power)]
-            state.cache[power_key(power)] = found
-        if wanted.eigenvalues:
-            ((state.cache["eigenvalues"], _),) = yield [Eigenvectors(matrix)]
-        return state
 
 
 class DenseFull(Full):
@@ -242,12 +232,10 @@ class NaiveFull(BatchGradientBlock, Full):
         eigen_decomposition_threshold: as in `Full`.
     """
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        flat = self.flattened(self.total_gradient(statistics, sites))
-        return {"products": jnp.outer(flat, flat)}
+        flat = self.flattened(self.total_gradient(sums, sites))
+        return Sums(of_cotangents=jnp.outer(flat, flat))
 
 
 def products_of_gradients(gradients: list[Array]) -> Array:

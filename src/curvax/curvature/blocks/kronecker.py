@@ -22,7 +22,8 @@ matrix each, along a leading axis.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -31,7 +32,6 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
-    CacheUpdate,
     CurvatureBlock,
     MatrixPower,
     Refresh,
@@ -44,25 +44,18 @@ from curvax.curvature.linalg.psd import per_matrix
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
+from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import ConvolutionUse, EmbeddingUse, LayerUse
 
 __all__ = [
+    "FACTORS",
     "Conv2DTwoKroneckerFactored",
     "ConvTwoKroneckerFactored",
     "DenseTwoKroneckerFactored",
     "EmbeddingTwoKroneckerFactored",
     "TwoKroneckerFactored",
-    "WeightSharing",
-    "geometry_of",
-    "input_moment",
-    "input_sums",
-    "matrix_of_params",
-    "matrix_shape",
+    "cache_key",
     "multiplied",
-    "num_rows",
-    "output_moment",
-    "output_sums",
-    "params_of_matrix",
 ]
 
 
@@ -261,6 +254,17 @@ WeightSharing = Literal["expand", "reduce"]
 MAX_FACTOR_SIZE = 8192
 """Factors that are wider than this are diagonal."""
 
+FACTORS = ("inputs_factor", "outputs_factor")
+"""The names of both factors, in states and caches."""
+
+
+@dataclass(frozen=True)
+class FactorKey:
+    """The key of a statistic of inputs or of outputs, where weights are used one way round."""
+
+    side: Literal["inputs", "outputs"]
+    is_swapped: bool
+
 
 class TwoKroneckerFactored(CurvatureBlock):
     """The Kronecker product of a factor for inputs and one for outputs, for layers with weights.
@@ -290,6 +294,16 @@ class TwoKroneckerFactored(CurvatureBlock):
         outputs_factor: WeightedMovingAverage
 
     splits_parts = True
+
+    is_plain = True
+    """Whether both factors are all there is to know, for classes that extend this one too."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        names = ("State", "update_cache", "cache_requests", "with_cache")
+        names += ("_multiply_matpower", "state_dependent_scale")
+        plain = TwoKroneckerFactored
+        cls.is_plain = all(getattr(cls, name) is getattr(plain, name) for name in names)
 
     def __init__(
         self,
@@ -358,13 +372,6 @@ class TwoKroneckerFactored(CurvatureBlock):
         """How to compute with both factors."""
         return self._kronecker
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether both factors are all there is to know, for classes that extend this one too."""
-        own, plain = type(self), TwoKroneckerFactored
-        names = ("_update_cache", "_multiply_matpower", "averages", "state_dependent_scale")
-        return all(getattr(own, name) is getattr(plain, name) for name in names)
-
     def as_matrices(self, vector: Sequence[Array]) -> Array:
         """Arrays like the parameters as what both factors act on, (..., inputs, outputs)."""
         return matrix_of_params(self._equation.sites[0], vector)
@@ -378,71 +385,85 @@ class TwoKroneckerFactored(CurvatureBlock):
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        return state.inputs_factor, state.outputs_factor
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        role, dtype = self._role(site), self.dtype
+        is_swapped, dtype = self._is_swapped(site), self.dtype
+        inputs, outputs = self._sides(is_swapped)
         if self._reduces(sites):
-            return {
-                f"inputs{role}": lambda x, _: input_sums(site, x[0], dtype),
-                f"outputs{role}": lambda _, g: output_sums(site, g[0], dtype),
-            }
-        inputs, outputs = self._sides(role)
+            of_input = lambda x, _: input_sums(site, x[0], dtype)
+            of_output = lambda _, g: output_sums(site, g[0], dtype)
+        else:
+            of_input = lambda x, _: input_moment(site, inputs, x[0], dtype)
+            of_output = lambda _, g: output_moment(site, outputs, g[0], dtype)
         return {
-            f"inputs{role}": lambda x, _: input_moment(site, inputs, x[0], dtype),
-            f"outputs{role}": lambda _, g: output_moment(site, outputs, g[0], dtype),
+            FactorKey("inputs", is_swapped): Statistic(of_input, "inputs"),
+            FactorKey("outputs", is_swapped): Statistic(of_output, "cotangents"),
         }
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        if not self._reduces(sites):
-            return dict(statistics)
-        found: dict[str, PyTree] = {}
-        for role in self._roles(sites):
-            inputs, outputs = self._sides(role)
-            found[f"inputs{role}"] = inputs.of_rows(statistics[f"inputs{role}"])
-            found[f"outputs{role}"] = outputs.of_rows(statistics[f"outputs{role}"])
-        return found
+        terms = Sums([], [])
+        for is_swapped in self._ways(sites):
+            inputs = sums.of_inputs[FactorKey("inputs", is_swapped)]
+            outputs = sums.of_cotangents[FactorKey("outputs", is_swapped)]
+            if self._reduces(sites):
+                sides = self._sides(is_swapped)
+                inputs, outputs = sides[0].of_rows(inputs), sides[1].of_rows(outputs)
+            terms.of_inputs.append(inputs)
+            terms.of_cotangents.append(outputs)
+        return terms
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         pairs = []
-        for role in self._roles(sites):
-            rows = sum(num_rows(site) for site in sites if self._role(site) == role)
+        for is_swapped, inputs, outputs in zip(self._ways(sites), *terms, strict=True):
+            own = [site for site in sites if self._is_swapped(site) == is_swapped]
+            rows = sum(map(num_rows, own))
             if self._reduces(sites):
                 # Of each example, the mean over its positions.
-                rows *= rows / next(s.num_counted for s in sites if self._role(s) == role)
-            inputs = terms[f"inputs{role}"] / max(rows, 1)
-            outputs = terms[f"outputs{role}"] / (batch_size * self.num_averaged_positions)
-            pairs.append((outputs, inputs) if role else (inputs, outputs))
+                rows *= rows / own[0].num_counted
+            pair = inputs / max(rows, 1), outputs / (batch_size * self.num_averaged_positions)
+            pairs.append(pair[::-1] if is_swapped else pair)
         return pairs[0] if len(pairs) == 1 else self._together(pairs)
 
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
-    ) -> Any:
-        del rng
-        sides = self._kronecker.inputs, self._kronecker.outputs
-        zeros = [jnp.zeros(side.shape, self.dtype) for side in sides]
-        names = ("inputs_factor", "outputs_factor")
-        cache: dict[str, Any] = {
-            power_key(power): dict(zip(names, zeros, strict=True)) for power in approx
-        }
-        if exact:
-            eigen = self._kronecker.eigen(*zeros)
-            cache["eigen"] = {name: jnp.zeros_like(x) for name, x in eigen.items()}
-        if cache_eigenvalues:
-            cache["eigenvalues"] = jnp.zeros((self.dim,), self.dtype)
-        averages = [WeightedMovingAverage.zeros_array(side.shape, self.dtype) for side in sides]
-        return self._state(cache, *averages)
+    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
+        return cache_key(power, exact_power) in state.cache
 
-    def _state(self, cache: dict[str, Any], inputs: Any, outputs: Any) -> Any:
-        state: Any = self.State
-        return state(cache=cache, inputs_factor=inputs, outputs_factor=outputs)
+    def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:
+        own_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        inputs, outputs = state.inputs_factor, state.outputs_factor
+        requests: dict[str, Any] = {
+            power_key(power): self._kronecker.power(
+                inputs.raw_value,
+                outputs.raw_value,
+                wanted.identity_weight,
+                power,
+                scales=(own_scale * inputs.scale, outputs.scale),
+            )
+            for power in wanted.approx
+        }
+        if wanted.exact or wanted.eigenvalues:
+            eigen = self._kronecker.eigen_tasks(own_scale * inputs.value, outputs.value)
+            requests["eigen"] = eigen
+        return requests
+
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        entries: dict[str, Any] = {
+            power_key(power): dict(zip(FACTORS, results[power_key(power)], strict=True))
+            for power in wanted.approx
+        }
+        eigen = self._kronecker.eigen_of(results["eigen"]) if "eigen" in results else {}
+        if wanted.exact:
+            entries["eigen"] = eigen
+        if wanted.eigenvalues:
+            entries["eigenvalues"] = self._kronecker.eigenvalues(eigen).reshape(-1)
+        return self._with_entries(state, entries)
+
+    def _initial_fields(self) -> dict[str, Any]:
+        sides = self._kronecker.inputs, self._kronecker.outputs
+        averages = [WeightedMovingAverage.zeros_array(side.shape, self.dtype) for side in sides]
+        return dict(zip(FACTORS, averages, strict=True))
 
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
@@ -457,31 +478,6 @@ class TwoKroneckerFactored(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         eigen = self._kronecker.eigen(*self._values(state))
         return self._kronecker.eigenvalues(eigen).reshape(-1)
-
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        own_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        inputs, outputs = state.inputs_factor, state.outputs_factor
-        for power in wanted.approx:
-            self._cached(state, power_key(power))
-            powers = yield self._kronecker.power(
-                inputs.raw_value,
-                outputs.raw_value,
-                wanted.identity_weight,
-                power,
-                scales=(own_scale * inputs.scale, outputs.scale),
-            )
-            names = ("inputs_factor", "outputs_factor")
-            state.cache[power_key(power)] = dict(zip(names, powers, strict=True))
-        if not wanted.exact and not wanted.eigenvalues:
-            return state
-        found = yield self._kronecker.eigen_tasks(own_scale * inputs.value, outputs.value)
-        eigen = self._kronecker.eigen_of(found)
-        if wanted.exact:
-            self._cached(state, "eigen")
-            state.cache["eigen"] = eigen
-        if wanted.eigenvalues:
-            state.cache["eigenvalues"] = self._kronecker.eigenvalues(eigen).reshape(-1)
-        return state
 
     def _values(self, state: Any) -> tuple[Array, Array]:
         return state.inputs_factor.value, state.outputs_factor.value
@@ -501,19 +497,17 @@ class TwoKroneckerFactored(CurvatureBlock):
         first = self._equation.sites[0]
         return not site.is_conv and site.params[0].arrangement != first.params[0].arrangement
 
-    def _role(self, site: LayerUse) -> str:
-        return " swapped" if self._is_swapped(site) else ""
-
-    def _roles(self, sites: Sequence[LayerUse]) -> list[str]:
-        return list(dict.fromkeys(self._role(site) for site in sites))
+    def _ways(self, sites: Sequence[LayerUse]) -> list[bool]:
+        """Which ways round weights are used: whether swapped, as `_is_swapped` says."""
+        return list(dict.fromkeys(map(self._is_swapped, sites)))
 
     def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
-        return len(self._roles(sites)) <= 1
+        return len(self._ways(sites)) <= 1
 
-    def _sides(self, role: str) -> tuple[Side, Side]:
-        """The sides that inputs and outputs have at places of a role."""
+    def _sides(self, is_swapped: bool) -> tuple[Side, Side]:
+        """The sides that inputs and outputs have where weights are used one way round."""
         inputs, outputs = self._kronecker.inputs, self._kronecker.outputs
-        return (outputs, inputs) if role else (inputs, outputs)
+        return (outputs, inputs) if is_swapped else (inputs, outputs)
 
     def _together(self, pairs: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         """One pair for several, so that of equal ones it is as many times their product."""
@@ -533,6 +527,11 @@ class TwoKroneckerFactored(CurvatureBlock):
 
 def _side(size: int, stack: tuple[int, ...], is_diagonal: bool) -> Side:
     return DiagonalSide(size, stack) if is_diagonal else DenseSide(size, stack)
+
+
+def cache_key(power: float | int, is_exact: bool) -> str:
+    """Under which key of the cache of a Kronecker product what a power needs is."""
+    return "eigen" if is_exact else power_key(power)
 
 
 def multiplied(

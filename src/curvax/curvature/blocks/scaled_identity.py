@@ -1,19 +1,15 @@
 """`ScaledIdentity`: a block that is a multiple of the identity, whatever happens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import (
-    CacheUpdate,
-    CurvatureBlock,
-    MatrixPower,
-    Refresh,
-    Statistics,
-)
+from curvax.curvature.blocks.base import CurvatureBlock, MatrixPower, Refresh, Statistics
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 __all__ = ["ScaledIdentity"]
@@ -40,33 +36,23 @@ class ScaledIdentity(CurvatureBlock):
     def fixed_scale(self) -> ArrayLike:
         return self._scale
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        del state
-        return ()
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         del site, sites, state
         return {}
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
-        del state
-        del statistics, sites
-        return {}
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+        del sums, sites, state
+        return Sums()
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         del terms, sites, batch_size
         return ()
 
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
-    ) -> Any:
-        del rng, exact, approx, cache_eigenvalues
-        state: Any = self.State
-        return state(cache=None)
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        del results, wanted
+        return replace(state, cache=None)
 
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
@@ -78,8 +64,3 @@ class ScaledIdentity(CurvatureBlock):
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
         del state, use_cached
         return jnp.ones((self.dim,), self.dtype)
-
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        del wanted
-        yield from ()
-        return state

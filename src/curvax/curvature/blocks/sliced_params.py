@@ -7,7 +7,7 @@ factors: its block is diagonal.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +18,16 @@ from jax.typing import ArrayLike
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
-    CacheUpdate,
     CurvatureBlock,
     MatrixPower,
+    Powers,
     Refresh,
     Statistics,
-    in_step,
 )
 from curvax.curvature.blocks.diagonal import ScaleAndShiftDiagonal
 from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.linalg.psd import spectral_power
+from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 __all__ = ["SlicedParams"]
@@ -70,18 +70,13 @@ class SlicedParams(CurvatureBlock):
 
     def check_updates(self) -> None:
         """Check that no part has an update of its own, which would be for a whole layer."""
-        update = "update_curvature_matrix_estimate"
-        kinds = {type(part) for part in self.parts}
-        own = [
-            kind.__name__
-            for kind in kinds
-            if getattr(kind, update) is not getattr(SlicedParams, update)
-        ]
+        own = dict.fromkeys(type(part).__name__ for part in self.parts if part.has_own_update)
         if own:
             raise ValueError(
                 f"curvax: only parts of the parameters {self.name} are used at each place, so that "
-                f"each part has a block, but {', '.join(own)} overrides {update}, which is for a "
-                f"whole layer. Give these parameters another block (index_to_block_ctor), such as "
+                f"each part has a block, but {', '.join(own)} overrides "
+                f"update_curvature_matrix_estimate, which is for a whole layer. Give these "
+                f"parameters another block (index_to_block_ctor), such as "
                 f"curvax.DenseTwoKroneckerFactored, or make the parts parameters of their own."
             )
 
@@ -100,51 +95,58 @@ class SlicedParams(CurvatureBlock):
             remarks.append("parts that only scale or shift have a diagonal block")
         return tuple(dict.fromkeys(remarks))
 
-    def averages(self, state: Any) -> Sequence[Any]:
-        pairs = zip(self.parts, state.parts, strict=True)
-        return [average for part, own in pairs for average in part.averages(own)]
-
     def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
         number = self._cuts.index(site.cuts)
-        own = self._sites_of_part(sites)[number]
-        (mine,) = [new for old, new in own if old is site]
-        part = self.parts[number]
-        found = part.statistics(mine, [new for _, new in own], state.parts[number])
-        return {f"{name} of part {number}": statistic for name, statistic in found.items()}
+        part, own = self.parts[number], self._sites_of_parts(sites)[number]
+        index = [other for other in sites if other.cuts == site.cuts].index(site)
+        found = part.statistics(own[index], own, state.parts[number])
+        return {(number, key): statistic for key, statistic in found.items()}
 
-    def terms(
-        self, statistics: Mapping[str, PyTree], sites: Sequence[LayerUse], state: Any
-    ) -> dict[str, PyTree]:
-        found: dict[str, PyTree] = {}
-        for number, (part, own) in enumerate(
-            zip(self.parts, self._sites_of_part(sites), strict=True)
-        ):
-            terms = part.terms(
-                _own(statistics, number), [new for _, new in own], state.parts[number]
-            )
-            found |= {f"{name} of part {number}": term for name, term in terms.items()}
-        return found
+    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+        each = zip(self.parts, self._sites_of_parts(sites), state.parts, strict=True)
+        found = [
+            part.terms(Sums(*(_of_part(x, number) for x in sums)), own_sites, own)
+            for number, (part, own_sites, own) in enumerate(each)
+        ]
+        return Sums(*zip(*found, strict=True))
 
     def estimate(
-        self, terms: Mapping[str, PyTree], sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        found: list[Array] = []
-        for number, (part, own) in enumerate(
-            zip(self.parts, self._sites_of_part(sites), strict=True)
-        ):
-            found += part.estimate(_own(terms, number), [new for _, new in own], batch_size)
-        return found
+        each = zip(self.parts, self._sites_of_parts(sites), zip(*terms, strict=True), strict=True)
+        found = [part.estimate(Sums(*own), own_sites, batch_size) for part, own_sites, own in each]
+        return [estimate for of_part in found for estimate in of_part]
 
     def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
-        pairs = zip(self.parts, self._sites_of_part(sites), strict=True)
-        return all(part.has_linear_estimates([new for _, new in own]) for part, own in pairs)
+        pairs = zip(self.parts, self._sites_of_parts(sites), strict=True)
+        return all(part.has_linear_estimates(own) for part, own in pairs)
 
-    def _init(
-        self, rng: Array, exact: Sequence[float], approx: Sequence[float], cache_eigenvalues: bool
+    def init(
+        self,
+        rng: Array,
+        exact_powers_to_cache: Powers,
+        approx_powers_to_cache: Powers,
+        cache_eigenvalues: bool,
     ) -> Any:
-        parts = [part.init(rng, exact, approx, cache_eigenvalues) for part in self.parts]
+        options = (exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues)
         state: Any = self.State
-        return state(cache={}, parts=tuple(parts))
+        return state(cache={}, parts=tuple(part.init(rng, *options) for part in self.parts))
+
+    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
+        pairs = zip(self.parts, state.parts, strict=True)
+        return all(part.is_cached(own, power, exact_power) for part, own in pairs)
+
+    def cache_requests(self, state: Any, wanted: Refresh) -> list[Any]:
+        each = zip(self.parts, state.parts, self._refreshes(wanted), strict=True)
+        return [part.cache_requests(own, refresh) for part, own, refresh in each]
+
+    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+        each = zip(self.parts, state.parts, results, self._refreshes(wanted), strict=True)
+        return replace(state, parts=tuple(part.with_cache(*own) for part, *own in each))
+
+    def _refreshes(self, wanted: Refresh) -> list[Refresh]:
+        options = (wanted.identity_weight, wanted.exact, wanted.approx, wanted.eigenvalues)
+        return [part.refresh(*options) for part in self.parts]
 
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
@@ -167,27 +169,17 @@ class SlicedParams(CurvatureBlock):
         missing = self.dim - sum(part.dim for part in self.parts)
         return jnp.concatenate([*values, jnp.zeros((missing,), self.dtype)])
 
-    def _update_cache(self, state: Any, wanted: Refresh) -> CacheUpdate:
-        options = (wanted.identity_weight, wanted.exact, wanted.approx, wanted.eigenvalues)
-        pairs = zip(self.parts, state.parts, strict=True)
-        parts = yield from in_step([part.cache_update(own, *options) for part, own in pairs])
-        state.parts = tuple(parts)
-        return state
-
     def _equation_of(self, cuts: Any) -> LayerEquation:
         sites = [site.of_part() for site in self._equation.sites if site.cuts == cuts]
         return replace(self._equation, sites=tuple(sites))
 
-    def _sites_of_part(self, sites: Sequence[LayerUse]) -> list[list[tuple[LayerUse, LayerUse]]]:
-        """For each part its places, as given and as its block sees them."""
-        return [
-            [(site, site.of_part()) for site in sites if site.cuts == cuts] for cuts in self._cuts
-        ]
+    def _sites_of_parts(self, sites: Sequence[LayerUse]) -> list[list[LayerUse]]:
+        """For each part its places, as its block sees them."""
+        return [[site.of_part() for site in sites if site.cuts == cuts] for cuts in self._cuts]
 
 
-def _own(named: Mapping[str, PyTree], number: int) -> dict[str, PyTree]:
-    ending = f" of part {number}"
-    return {name.removesuffix(ending): x for name, x in named.items() if name.endswith(ending)}
+def _of_part(sums: Mapping[tuple[int, Hashable], PyTree], number: int) -> dict[Hashable, PyTree]:
+    return {key: x for (part, key), x in sums.items() if part == number}
 
 
 def _cut(x: Array, cuts: Sequence[tuple[int, int, int]]) -> Array:

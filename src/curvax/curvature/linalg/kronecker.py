@@ -51,10 +51,6 @@ class Side(abc.ABC):
         """Sum the outer products of rows (..., number, size)."""
 
     @abc.abstractmethod
-    def of_dense(self, matrix: Array) -> Array:
-        """This side of a dense matrix."""
-
-    @abc.abstractmethod
     def of_diagonal(self, diagonal: Array) -> Array:
         """This side of a diagonal matrix."""
 
@@ -88,10 +84,6 @@ class Side(abc.ABC):
     def act_on_outputs(self, x: Array, matrix: Array) -> Array:
         """`x @ matrix`."""
 
-    @abc.abstractmethod
-    def dense(self, matrix: Array) -> Array:
-        """The matrices themselves."""
-
 
 class DenseSide(Side):
     """A side of dense matrices."""
@@ -107,11 +99,9 @@ class DenseSide(Side):
     def of_rows(self, rows: Array) -> Array:
         return symmetric_product(rows)
 
-    def of_dense(self, matrix: Array) -> Array:
-        return matrix
-
     def of_diagonal(self, diagonal: Array) -> Array:
-        return _of_diagonal(diagonal)
+        identity = jnp.eye(self.size, dtype=diagonal.dtype)
+        return diagonal[..., None] * jnp.broadcast_to(identity, (*diagonal.shape, self.size))
 
     def diagonal(self, matrix: Array) -> Array:
         return diagonal(matrix)
@@ -130,9 +120,6 @@ class DenseSide(Side):
     def act_on_outputs(self, x: Array, matrix: Array) -> Array:
         return x @ matrix
 
-    def dense(self, matrix: Array) -> Array:
-        return matrix
-
 
 class DiagonalSide(Side):
     """A side of diagonal matrices, held as their diagonals."""
@@ -147,9 +134,6 @@ class DiagonalSide(Side):
 
     def of_rows(self, rows: Array) -> Array:
         return jnp.sum(rows**2, axis=-2)
-
-    def of_dense(self, matrix: Array) -> Array:
-        return diagonal(matrix)
 
     def of_diagonal(self, diagonal: Array) -> Array:
         return diagonal
@@ -171,16 +155,6 @@ class DiagonalSide(Side):
 
     def act_on_outputs(self, x: Array, matrix: Array) -> Array:
         return x * matrix[..., None, :]
-
-    def dense(self, matrix: Array) -> Array:
-        return _of_diagonal(matrix)
-
-
-def _of_diagonal(diagonal: Array) -> Array:
-    """Matrices with these diagonals."""
-    shape = (*diagonal.shape, diagonal.shape[-1])
-    identity = jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
-    return diagonal[..., None] * jnp.broadcast_to(identity, shape)
 
 
 Eigen = dict[str, Array]

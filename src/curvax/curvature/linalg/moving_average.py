@@ -72,7 +72,7 @@ class WeightedMovingAverage:
         *,
         is_finite: ArrayLike | None = None,
     ) -> "WeightedMovingAverage":
-        """Take a value into the average, in place.
+        """Update the average with a value, in place.
 
         Arguments:
             value: a value like those before.
@@ -87,6 +87,19 @@ class WeightedMovingAverage:
         Raises:
             ValueError: if the value has another structure or other shapes.
         """
+        new = self.updated(value, old_weight_multiplier, new_weight, is_finite=is_finite)
+        self.weight, self.raw_value, self.refused = new.weight, new.raw_value, new.refused
+        return self
+
+    def updated(
+        self,
+        value: PyTree,
+        old_weight_multiplier: ArrayLike,
+        new_weight: ArrayLike,
+        *,
+        is_finite: ArrayLike | None = None,
+    ) -> "WeightedMovingAverage":
+        """Equal to `update`, except that this average stays as it is and another is returned."""
         _check_alike(self.raw_value, value)
         if is_finite is None:
             is_finite = all_finite(value)
@@ -98,10 +111,11 @@ class WeightedMovingAverage:
             total = old * old_weight + jnp.asarray(new).astype(old.dtype) * weight
             return jnp.where(is_finite, total, old)
 
-        self.raw_value = jax.tree.map(averaged, self.raw_value, value)
-        self.weight = averaged(self.weight, jnp.ones((), self.weight.dtype))
-        self.refused = self.refused + jnp.where(is_finite, 0, 1).astype(self.refused.dtype)
-        return self
+        return WeightedMovingAverage(
+            averaged(self.weight, jnp.ones((), self.weight.dtype)),
+            jax.tree.map(averaged, self.raw_value, value),
+            self.refused + jnp.where(is_finite, 0, 1).astype(self.refused.dtype),
+        )
 
     def sync(self, pmap_axis_name: str | None) -> "WeightedMovingAverage":
         """Average over the devices of a mapped axis, in place; nothing if the name is None."""

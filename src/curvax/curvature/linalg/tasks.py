@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._cpu import pad_to_tiles
-from curvax._types import Array
+from curvax._types import Array, PyTree
 from curvax.curvature.linalg.psd import (
     add_identity,
     checked_inverse,
@@ -125,14 +125,15 @@ class Eigenvectors(MatrixTask):
         return values.reshape(self.matrix.shape[:-1]), vectors.reshape(self.matrix.shape)
 
 
-def run_matrix_tasks(tasks: Sequence[Any], axis_name: str | None = None) -> list[Any]:
-    """Run tasks and return their results, in order. What is no task is its own result.
+def run_matrix_tasks(requests: PyTree, axis_name: str | None = None) -> Any:
+    """Run a pytree of tasks and return that of their results. What is no task is its own result.
 
     Arguments:
-        tasks: what to compute.
+        requests: what to compute.
         axis_name: the name of a mapped axis of devices to assign the tasks to, if there is one. All
             of them have the same tasks. There is no reverse derivative then.
     """
+    tasks, tree = jax.tree.flatten(requests)
     results = list(tasks)
     kinds: dict[Any, list[int]] = {}
     for number, task in enumerate(tasks):
@@ -141,13 +142,12 @@ def run_matrix_tasks(tasks: Sequence[Any], axis_name: str | None = None) -> list
                 results[number] = task.alone()
             else:
                 kinds.setdefault(task.kind, []).append(number)
-    if axis_name is None or not kinds:
-        return results
-    stacks = [_Stack.of([tasks[number] for number in own]) for own in kinds.values()]
-    for own, found in zip(kinds.values(), _shared_out(stacks, axis_name), strict=True):
-        for number, result in zip(own, found, strict=True):
-            results[number] = result
-    return results
+    if axis_name is not None and kinds:
+        stacks = [_Stack.of([tasks[number] for number in own]) for own in kinds.values()]
+        for own, found in zip(kinds.values(), _shared_out(stacks, axis_name), strict=True):
+            for number, result in zip(own, found, strict=True):
+                results[number] = result
+    return tree.unflatten(results)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,11 @@ def described(layers: Sequence[FoundLayer], located: LocatedExamples) -> list[Fo
         return _use_of_tag(site, loops, located.at_tag(site.node, site.node.inputs[0], axis))
 
     return [
-        replace(layer, uses=tuple(use_of(layer, site) for site in layer.sites)) for layer in layers
+        replace(
+            layer,
+            uses=tuple(replace(use_of(layer, x), number=k) for k, x in enumerate(layer.sites)),
+        )
+        for layer in layers
     ]
 
 
@@ -112,10 +116,11 @@ def tagged_uses(program: Program, params: Sequence[Variable]) -> list[TaggedUse]
     found = find_uses(program, params, is_tagged=True)
     lengths = loop_lengths(program)
     uses: list[TaggedUse] = []
-    for node, views in found.explicit:
+    for number, (node, views) in enumerate(found.explicit):
         tagged = Tagged(node, checked_params(node.name, views))
         examples = _first_axis(node, lengths[node], tagged.params)
-        uses.append(TaggedUse(node, _use_of_tag(tagged, lengths[node], examples)))
+        use = _use_of_tag(tagged, lengths[node], examples)
+        uses.append(TaggedUse(node, replace(use, number=number)))
     return uses
 
 

@@ -6,9 +6,9 @@ Here these are computed on the way, by a `probe` at each tag. Nothing is stacked
 checkpoints stays checkpointed.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_de
 from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
 
 __all__ = [
-    "LayerRule",
     "PullBack",
     "Rule",
     "Statistic",
+    "Sums",
     "layer_statistics",
     "probe",
     "statistics_at",
@@ -98,30 +98,56 @@ def _vectorised(rule: Rule, known: Sequence[bool], zeros: Sequence[bool]) -> Rul
 _jax.define_linear_identity(_probe_p, _batch, _pull_back)
 
 
-@dataclass(frozen=True)
-class EachStep:
-    """A statistic of a layer at a place that is kept apart for each step of some loops around it.
-
-    `loops` says of which, outermost first. Other statistics are summed over all steps.
-    """
-
-    compute: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
-    loops: tuple[bool, ...]
-
-    def __call__(self, inputs: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
-        return self.compute(inputs, cotangents)
-
-
-Statistic = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
+Compute = Callable[[tuple[Array, ...], tuple[Array, ...]], PyTree]
 """From the inputs of a layer at one place, and the cotangents of its outputs, to arrays."""
 
-LayerRule = Callable[[Layer, TaggedUse], Mapping[str, Statistic]]
+
+@dataclass(frozen=True)
+class Statistic:
+    """What to sum over the places of a layer.
+
+    Attributes:
+        compute: From the inputs at one place, and the cotangents of the outputs, to arrays.
+        depends_on: Which of both `compute` reads. What depends on inputs alone is the same in
+            every backward pass.
+        reduce: For each loop around the place, outermost first, whether to sum over its steps; None
+            to sum over all. Steps that take slices of the parameters are never summed.
+    """
+
+    compute: Compute
+    depends_on: Literal["inputs", "cotangents", "both"] = "both"
+    reduce: tuple[bool, ...] | None = None
+
+    @classmethod
+    def of(cls, given: "Statistic | Compute") -> "Statistic":
+        """Return a statistic that may be given as its function alone."""
+        return given if isinstance(given, Statistic) else cls(given)
+
+    def kept_loops(self, stacked: Sequence[bool]) -> tuple[bool, ...]:
+        """Return which loops there is an axis for, where those that are `stacked` take slices."""
+        reduce = self.reduce or (True,) * len(stacked)
+        return tuple(has or not summed for has, summed in zip(stacked, reduce, strict=True))
+
+
+class Sums(NamedTuple):
+    """Sums of a layer, or what was made of them: apart by what they depend on.
+
+    Attributes:
+        of_inputs: What depends on inputs alone: it is the same in every backward pass.
+        of_cotangents: All that is not.
+    """
+
+    of_inputs: Any = ()
+    of_cotangents: Any = ()
+
+
+LayerRule = Callable[[Layer, TaggedUse], Mapping[Any, Statistic | Compute]]
 """The statistics of a layer at one of its places, by name."""
 
 LossArrays = Sequence[tuple[Array, ...]]
 """For each loss, some of the arrays that it is made of."""
 
-PullBack = Callable[[LossTangents], tuple[list[dict[str, PyTree]], PyTree]]
+PullBack = Callable[[LossTangents], tuple[list[dict[Any, PyTree]], PyTree]]
 
 
 def layer_statistics(
@@ -171,16 +197,24 @@ def layer_statistics(
 
     def pull_back_at(func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
         at = traced.at(func_args)
-        operands, pull_back = statistics_at(at, rule)
+        operands, sums_of = statistics_at(at, rule)
+
+        def pull_back(tangents: LossTangents) -> tuple[list[dict[Any, PyTree]], PyTree]:
+            layers, gradient = sums_of(tangents)
+            return [{**sums.of_inputs, **sums.of_cotangents} for sums in layers], gradient
+
         return at.losses(*operands), pull_back
 
     return pull_back_at
 
 
-def statistics_at(at: LossMap, rule: LayerRule) -> tuple[tuple[LossArrays, LossArrays], PullBack]:
+def statistics_at(
+    at: LossMap, rule: LayerRule
+) -> tuple[tuple[LossArrays, LossArrays], Callable[[LossTangents], tuple[list[Sums], PyTree]]]:
     """As what `layer_statistics` returns does, for a function that is traced already.
 
-    In place of losses there is what they are made of: what depends on parameters, and the rest.
+    In place of losses there is what they are made of: what depends on parameters, and the rest. The
+    sums of a layer are apart by what they depend on.
     """
     check_devices(at)
     probes = _Probes(at, rule)
@@ -191,7 +225,7 @@ def statistics_at(at: LossMap, rule: LayerRule) -> tuple[tuple[LossArrays, LossA
 
     dependants, transposed, others = jax.vjp(probed, at.params, probes.zeros(), has_aux=True)
 
-    def pull_back(tangents: LossTangents) -> tuple[list[dict[str, PyTree]], PyTree]:
+    def pull_back(tangents: LossTangents) -> tuple[list[Sums], PyTree]:
         params, found = transposed(like_dependants(tangents, dependants))
         gradient = jax.tree.unflatten(at.processed.params_tree, params)
         return probes.by_layer(found), gradient
@@ -204,10 +238,10 @@ class _Total:
     """A sum over all places that have a statistic of one name: its type, and what it has axes for.
 
     `loops` are those that take one slice of the layer's parameters in each step, or whose steps are
-    kept apart (`EachStep`), `lengths` their lengths, and `cuts` which part of the parameters it is
-    about.
+    not summed, `lengths` their lengths, and `cuts` which part of the parameters it is about.
     """
 
+    is_of_inputs: bool
     shapes: Sequence[jax.ShapeDtypeStruct]
     tree: Any
     lengths: tuple[int, ...]
@@ -218,16 +252,8 @@ class _Total:
         return [jnp.zeros((*self.lengths, *x.shape), x.dtype) for x in self.shapes]
 
 
-def _loops_of(statistic: Statistic, place: TaggedUse, loops: Sequence[Node]) -> tuple[Node, ...]:
-    """The loops around a place that a statistic has axes for."""
-    kept = place.use.stacked
-    if isinstance(statistic, EachStep):
-        kept = tuple(has or own for has, own in zip(kept, statistic.loops, strict=True))
-    return tuple(loop for loop, has in zip(loops, kept, strict=True) if has)
-
-
-_Key = tuple[int, str, tuple[Node, ...]]
-"""The number of a layer, the name of a statistic, and the loops that it has axes for."""
+_Key = tuple[int, Hashable, tuple[Node, ...]]
+"""The index of a layer, the name of a statistic, and the loops that it has axes for."""
 
 
 class _Probes(AtLosses):
@@ -243,11 +269,12 @@ class _Probes(AtLosses):
                 loops = loops_around(at.processed.program, place.node) or ()
                 self._at[place.node] = {}
                 self._varying += [x.aval for x in place.node.equation.invars]
-                for name, statistic in rule(layer, place).items():
-                    own = _loops_of(statistic, place, loops)
-                    key = number, name, own
+                for name, given in rule(layer, place).items():
+                    statistic = Statistic.of(given)
+                    kept = zip(loops, statistic.kept_loops(place.use.stacked), strict=True)
+                    key = number, name, tuple(loop for loop, has in kept if has)
                     self._at[place.node][key] = statistic
-                    self._add(key, self._total(name, statistic, place, own))
+                    self._add(key, self._total(key, statistic, place))
 
     @property
     def keys(self) -> list[_Key]:
@@ -257,14 +284,15 @@ class _Probes(AtLosses):
         vary = lambda x: _jax.varying_like(x, *self._varying)
         return [list(map(vary, total.zeros())) for total in self._totals.values()]
 
-    def by_layer(self, found: Sequence[Sequence[Array]]) -> list[dict[str, PyTree]]:
-        layers: list[dict[str, PyTree]] = [{} for _ in self._layers]
+    def by_layer(self, found: Sequence[Sequence[Array]]) -> list[Sums]:
+        layers = [Sums({}, {}) for _ in self._layers]
         for (key, total), leaves in zip(self._totals.items(), found, strict=True):
             number, name, _ = key
             value = jax.tree.unflatten(total.tree, leaves)
-            if name in layers[number]:  # In other loops.
-                value = jax.tree.map(jnp.add, layers[number][name], value)
-            layers[number][name] = value
+            sums = layers[number][0 if total.is_of_inputs else 1]
+            if name in sums:  # In other loops.
+                value = jax.tree.map(jnp.add, sums[name], value)
+            sums[name] = value
         return layers
 
     def keys_at_layer(self, node: Node) -> Collection[Any] | None:
@@ -281,38 +309,38 @@ class _Probes(AtLosses):
         zeros: list[Any] = [given[key] for key in statistics]
 
         def rule(inputs: Sequence[Array], cotangents: Sequence[Array]) -> list[Array]:
-            found = [f(tuple(inputs), tuple(cotangents)) for f in statistics.values()]
+            found = [s.compute(tuple(inputs), tuple(cotangents)) for s in statistics.values()]
             return jax.tree.leaves(found)
 
         outputs, inputs = operands[:num_outputs], operands[num_outputs:][:num_inputs]
         return probe(outputs, inputs, jax.tree.leaves(zeros), rule), {}
 
-    def _total(
-        self, name: str, statistic: Statistic, place: TaggedUse, loops: tuple[Node, ...]
-    ) -> _Total:
-        node = place.node
+    def _total(self, key: _Key, statistic: Statistic, place: TaggedUse) -> _Total:
+        (_, name, loops), node = key, place.node
         num_inputs = node.equation.primitive.num_inputs
         shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.equation.invars]
         cut = len(node.outputs)
         inputs, outputs = tuple(shapes[cut : cut + num_inputs]), tuple(shapes[:cut])
-        leaves, tree = jax.tree.flatten(jax.eval_shape(statistic, inputs, outputs))
+        leaves, tree = jax.tree.flatten(jax.eval_shape(statistic.compute, inputs, outputs))
         if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
             raise ValueError(
                 f"{where()}: the statistic {name!r} of {node.name} is of the types "
                 f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
             )
         lengths = tuple(_jax.ScanForm.of(loop.equation).length for loop in loops)
-        return _Total(leaves, tree, lengths, loops, place.use.cuts)
+        is_of_inputs = statistic.depends_on == "inputs"
+        return _Total(is_of_inputs, leaves, tree, lengths, loops, place.use.cuts)
 
     def _add(self, key: _Key, total: _Total) -> None:
         number, name, _ = key
         alike = [t for (n, other, _), t in self._totals.items() if (n, other) == (number, name)]
         self._totals.setdefault(key, total)
-        kind = lambda t: (t.tree, t.lengths, t.cuts, [(x.shape, x.dtype) for x in t.shapes])
+        types = lambda t: [(x.shape, x.dtype) for x in t.shapes]
+        kind = lambda t: (t.is_of_inputs, t.tree, t.lengths, t.cuts, types(t))
         if any(kind(before) != kind(total) for before in alike):
             raise ValueError(
                 f"{where()}: the statistic {name!r} of the layer with the parameters "
-                f"{self._layers[number].params} is of the shapes {kind(alike[0])[1:]} at one place "
-                f"and {kind(total)[1:]} at another, or of another part of the parameters. Give "
+                f"{self._layers[number].params} is of the shapes {kind(alike[0])[2:]} at one place "
+                f"and {kind(total)[2:]} at another, or of another part of the parameters. Give "
                 f"them different names."
             )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvax.curvature.batch_size import default_batch_size_extractor
+from curvax.curvature.batch import default_batch_size_extractor
 
 KEY = jax.random.key(0)
 
