@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import curvax
 from curvax import (
@@ -158,6 +159,44 @@ class TestPatterns:
         assert eqn.params["last"] == "integer_pow"
         assert [v.aval.shape for v in eqn.invars] == [(5, 4), (5, 3), (3, 4), (1, 4)]
         assert_same(tagged(ROW, X), squared(ROW, X))
+
+    def test_blocks_of_single_gradients_know_what_a_linear_pattern_computes(self):
+        """Twice in a model, and again with the output of the first."""
+        symmetric = GraphPattern(
+            name="symmetric",
+            tag_primitive=LayerTag("symmetric_tag", num_inputs=1, num_outputs=1),
+            compute_func=lambda x, params: x @ (params[0] + params[0].T),
+            parameters_extractor_func=lambda _: {},
+            example_args=[jnp.zeros((2, 3)), [jnp.zeros((3, 3))]],
+        )
+        model = lambda p, x: jnp.sin(x @ (p["w"] + p["w"].T)) @ (p["w"] + p["w"].T)
+        estimator = curvax.BlockDiagonalCurvature(
+            lambda p, x: register(model(p, x)),
+            layer_tag_to_block_ctor={"symmetric": curvax.Full},
+            graph_patterns=(symmetric,),
+        )
+        args = {"w": normal(3, 3, 3)}, X
+        state = estimator.init(jax.random.key(0), args, None, None)
+        state = estimator.update_curvature_matrix_estimate(
+            state, 0.0, 1.0, len(X), jax.random.key(1), args, None, "fisher_exact"
+        )
+        flat, unflatten = ravel_pytree(args[0])
+        rows = jax.jacrev(lambda flat: model(unflatten(flat), X).reshape(-1))(flat)
+        # A squared error is the negative logarithm of a normal density of variance one half.
+        expected = 2 * rows.T @ rows / len(X)
+        assert_same(estimator.to_dense_matrix(state), expected, 1e-10, 1e-10)
+
+    def test_they_refuse_what_is_not_linear(self):
+        estimator = curvax.BlockDiagonalCurvature(
+            squared,
+            layer_tag_to_block_ctor={"squared": curvax.Full},
+            graph_patterns=(squared_pattern(),),
+        )
+        state = estimator.init(jax.random.key(0), (ROW, X), None, None)
+        with pytest.raises(NotImplementedError, match="nothing is known of what a layer tagged"):
+            estimator.update_curvature_matrix_estimate(
+                state, 0.0, 1.0, len(X), jax.random.key(1), (ROW, X), None, "fisher_exact"
+            )
 
     def test_operands_that_commute_may_be_in_any_order(self):
         f = lambda p, x: jnp.sum(register((p["b"] + x @ p["w"]) ** 2))

@@ -89,6 +89,12 @@ class GraphPattern:
     is_default: bool = field(default=False, kw_only=True)
     """Whether it is one of the patterns that are found by meaning."""
 
+    def compute(self, x: Any, params: Sequence[Any]) -> Any:
+        """Compute a layer with a single input from it and the parameters, all of them arrays."""
+        trees = [jax.tree.structure(example) for example in self.example_args]
+        inputs = jax.tree.unflatten(trees[0], [x])
+        return self.compute_func(inputs, jax.tree.unflatten(trees[1], list(params)))
+
     def program(self) -> tuple[Program, int]:
         """The program to look for, and how many of its inputs are no parameters."""
         program, _ = trace_program(self.compute_func, *self.example_args)

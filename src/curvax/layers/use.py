@@ -15,7 +15,7 @@ tags, keep the shapes of the model.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -228,7 +228,7 @@ class LayerUse:
     @property
     def is_known(self) -> bool:
         """Whether it is known what layers of its kind compute."""
-        return not isinstance(self, CustomUse)
+        return True
 
     @property
     def is_arranged(self) -> bool:
@@ -546,4 +546,19 @@ class GenericUse(LayerUse):
 
 @dataclass(frozen=True)
 class CustomUse(LayerUse):
-    """A layer of a kind that the user defines, of which it is not known what it computes."""
+    """A layer of a kind that the user defines.
+
+    Attributes:
+        function: what the layer computes, from its input and its parameters, if that is known, from
+            the pattern that it was found by, and linear in the parameters: gradients do not depend
+            on these then.
+    """
+
+    function: Callable[[Array, Sequence[Array]], Array] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.function is not None
+
+    def compute(self, x: Array, params: Sequence[Array]) -> Array:
+        return super().compute(x, params) if self.function is None else self.function(x, params)

@@ -190,7 +190,24 @@ def _use_of_match(match: Match, lengths: Sequence[int], examples: ExamplesAt) ->
         views, inputs = _preprocessed(match)
     constants = match.pattern.parameters_extractor_func([node.equation for node in match.nodes])
     inputs, outputs = list(map(_shape, inputs)), [_shape(match.output)]
-    return _custom(tag, dict(constants), views, lengths, examples, inputs, outputs)
+    use = _custom(tag, dict(constants), views, lengths, examples, inputs, outputs)
+    is_as_found = match.pattern.in_values_preprocessor is None and len(match.inputs) == 1
+    if isinstance(use, CustomUse) and is_as_found and _is_linear(match.pattern.compute, use):
+        return replace(use, function=match.pattern.compute)
+    return use
+
+
+def _is_linear(compute: Any, use: LayerUse) -> bool:
+    """Whether what a layer computes is linear in its parameters."""
+    params = [jax.ShapeDtypeStruct(shape, use.output.dtype) for shape in use.slice_shapes]
+    x = jnp.zeros(use.input.shape, use.input.dtype)
+    of_params = lambda params: compute(x, params)
+    try:
+        transposed = jax.linear_transpose(of_params, params)
+        jax.eval_shape(transposed, jax.eval_shape(of_params, params))
+    except (NotImplementedError, AssertionError, TypeError):  # An operation that is not linear.
+        return False
+    return True
 
 
 def _preprocessed(match: Match) -> tuple[tuple[ParamView, ...], Sequence[Operand]]:
