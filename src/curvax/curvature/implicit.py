@@ -12,9 +12,8 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from curvax._dtypes import at_least_single
 from curvax._errors import as_integer, where
-from curvax._types import Array, Fun, PyTree
+from curvax._types import Array, Fun, PyTree, at_least_single
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.loss_products import (
     MATRICES,

@@ -552,8 +552,8 @@ class _Mirrored:
         # An element that is computed; left of the group's own columns it may be a constant zero.
         return matrix, rows[:1, self.start : self.start + 1]
 
-    def finalize(self, carry: _Written, examples: Size) -> _Written:
-        del examples
+    def finalize(self, carry: _Written, examples: Size, sharding: None) -> _Written:
+        del examples, sharding
         return carry
 
     def _everywhere(self, rows: Array) -> Array:

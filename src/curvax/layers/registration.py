@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.example_axes import ExamplesInProgram, follow_examples, same_examples
 from curvax.layers.detection.examples import Examples, find_examples, find_interaction

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from curvax._errors import where
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Array
 
 __all__ = [

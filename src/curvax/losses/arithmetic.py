@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._dtypes import at_least_single
-from curvax._types import Array
+from curvax._types import Array, at_least_single
 
 __all__ = [
     "Factor",

@@ -22,7 +22,6 @@ from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._tree import Same
 from curvax._types import Array, Fun
 from curvax.losses.arithmetic import Shape, widened
 from curvax.losses.checks import check_predictions, check_weight
@@ -188,7 +187,7 @@ class FunctionLossTag(LossTag):
 
     def bind(self, *args: Any, args_names: Sequence[str], **params: Any) -> list[Any]:
         """Tag a loss. Whoever holds the operation also holds the function."""
-        params = {"function": Same(self._held()), **params}
+        params = {"function": _jax.Same(self._held()), **params}
         return super().bind(*args, args_names=args_names, **params)
 
     def _held(self) -> Fun:

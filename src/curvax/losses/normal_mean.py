@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._dtypes import at_least_single
-from curvax._types import Array
+from curvax._types import Array, at_least_single
 from curvax.losses.arithmetic import over_examples
 from curvax.losses.distributions import Normal
 from curvax.losses.loss_function import WithTargets

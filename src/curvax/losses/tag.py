@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from curvax._tag import Tag
+from curvax._jax import Tag
 
 __all__ = ["LossTag", "noted_registrations"]
 

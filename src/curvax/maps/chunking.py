@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec
 
 from curvax import _cpu, _jax, _slicing
 from curvax._types import Array, Axes, Carry, Fun, Order, PyTree, Size, VmapFn
-from curvax.maps.accumulators import AccumulationType, Accumulator, Reduction
+from curvax.maps.accumulators import AccumulationType, Accumulator, Reducer, Reduction
 from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
-from curvax.maps.reducers import Reducer, ShardedReducer
 from curvax.maps.sharding import BatchSharding
 
 __all__ = [
@@ -95,7 +94,8 @@ def reduce_chunks(
     if _no_loop(plan, limit):
         value = forgetful_value_of(first) if checkpoint else value_of(first)
         reducer = make_reducer(jax.eval_shape(lambda: value))
-        return _result(reducer, reducer.update(reducer.init(), value, first), plan.length, sharding)
+        carry = reducer.update(reducer.init(), value, first)
+        return reducer.finalize(carry, plan.length, sharding)
 
     with _jax.mesh_of(arrays):
         # JAX cannot checkpoint side effects; a function that has some remembers what it read.
@@ -106,7 +106,7 @@ def reduce_chunks(
             sharding.has_optional() if sharding is not None and plan.optional_last else None
         )
         carry = _run_all(value_in_loop, reducer, plan, limit, has_optional)
-        return _result(reducer, carry, _examples(plan, limit, has_optional), sharding)
+        return reducer.finalize(carry, _examples(plan, limit, has_optional), sharding)
 
 
 def _values(
@@ -124,15 +124,6 @@ def _values(
 
 def _first(plan: ChunkPlan) -> Chunk:
     return Chunk(plan, plan.runs()[0], 0)
-
-
-def _result(
-    reducer: Reducer, carry: Carry, examples: Size, sharding: BatchSharding | None
-) -> PyTree:
-    if sharding is None:
-        return reducer.finalize(carry, examples)
-    assert isinstance(reducer, ShardedReducer)
-    return reducer.finalize_sharded(carry, examples, sharding)
 
 
 def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:

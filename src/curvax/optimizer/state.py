@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._dtypes import at_least_single
-from curvax._types import Array, PyTree
+from curvax._types import Array, PyTree, at_least_single
 
 __all__ = [
     "OptimizerState",

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvax._dtypes import at_least_single
 from curvax._errors import check_size
-from curvax._types import Array
+from curvax._types import Array, at_least_single
 from curvax.curvature.patches.geometry import (
     ConvGeometry,
     DimNumbers,

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvax._dtypes import at_least_single
-from curvax._types import Array, PyTree
+from curvax._types import Array, PyTree, at_least_single
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from curvax import _jax
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Fun, PyTree, TreeDef
 from curvax.losses.tag import LossTag
 
