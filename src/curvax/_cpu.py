@@ -31,20 +31,6 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 
-__all__ = [
-    "all_finite",
-    "compiled_once",
-    "inverse_root",
-    "is_order_marker",
-    "one_by_one",
-    "pad_to_tiles",
-    "positive_inverse",
-    "row_products",
-    "run_if",
-    "symmetric_product",
-    "zero_after",
-]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -6,9 +6,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["as_integer", "check_divides", "check_size", "where"]
-
-
 _PASSED_OVER = {"jax", "contextlib", "dataclasses", "functools", "jaxtyping", "beartype"}
 """Packages whose frames may lie between two of curvax's own."""
 

@@ -25,20 +25,6 @@ from jax import Array, lax
 from curvax import _jax
 from curvax._types import Size
 
-__all__ = [
-    "Column",
-    "Row",
-    "Rows",
-    "allocate",
-    "differentiated_as",
-    "fold",
-    "read",
-    "save_all_but_reads",
-    "unfold",
-    "write",
-]
-
-
 _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 _PROMISES: Any = {"indices_are_sorted": True, "unique_indices": True, "mode": _IN_BOUNDS}
 _INDEX = jnp.int32

@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
     Set as AbstractSet,
 )
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax.core
 import jax.numpy as jnp
@@ -150,8 +150,7 @@ def _holds_program(x: Any) -> bool:
     return any(map(_holds_program, x)) if isinstance(x, tuple | list) else as_program(x) is not None
 
 
-@dataclass(frozen=True)
-class ScanForm:
+class ScanForm(NamedTuple):
     """How a scan is put together: the first inputs are constants, the next the carry."""
 
     num_consts: int

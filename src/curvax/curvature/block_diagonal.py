@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._errors import where
-from curvax._table import table
+from curvax._reports import table
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import (

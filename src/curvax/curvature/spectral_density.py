@@ -89,7 +89,7 @@ class SpectralDensity:
         Returns:
             The axes.
         """
-        from curvax._plots import plot_spectral_density
+        from curvax._reports import plot_spectral_density
 
         return plot_spectral_density(self, ax)
 

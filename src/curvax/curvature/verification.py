@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax._errors import where
-from curvax._table import table
+from curvax._reports import table
 from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.implicit import ImplicitExactCurvature

@@ -22,21 +22,6 @@ from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import BudgetRequest, Objective, check_budget
 
-__all__ = [
-    "Options",
-    "Point",
-    "TracedFunction",
-    "check_block_size",
-    "check_on_mesh",
-    "check_options",
-    "check_point",
-    "check_scalar",
-    "trace_function",
-    "unit_vector",
-    "value_shapes",
-]
-
-
 # Block sizes, memory budget and mesh.
 
 ADVICE = "What else helps: checkpoint=True."
@@ -301,7 +286,7 @@ def _as_array(leaf: Any) -> Any:
 # variables that it closes over, globals. So it is traced at each call, which takes little time
 # compared with tracing its derivatives. Derivatives are taken of what was traced, with the arrays
 # that it closed over as arguments, and what was compiled for the same jaxpr before is used again
-# (`curvax._jax.program_keys`).
+# (`_jax.program_key`).
 #
 # A derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is Python that runs when derivatives are
 # traced. It may read what has changed as well. With rules that are not JAX's own, the function is

@@ -24,26 +24,9 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import Options, TracedFunction
-from curvax.devices.mesh_axis import MeshAxis
-from curvax.devices.placement import is_committed
+from curvax.devices.mesh_axis import MeshAxis, is_committed
 from curvax.maps.chunking import map_indices
 from curvax.memory.compiled import compile_call, plan_call
-
-__all__ = [
-    "BlockProblem",
-    "Part",
-    "Progress",
-    "advised",
-    "advised_to_go_forward",
-    "check_closed_over",
-    "compute_columns",
-    "has_derivative",
-    "linear_map",
-    "plan_blocks",
-    "put_on_mesh",
-    "raised",
-    "why_not",
-]
 
 
 def linear_map(

@@ -26,8 +26,6 @@ from curvax.maps.microbatch import microbatch
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
-__all__ = ["fisher_information"]
-
 
 def fisher_information(
     loglike: Fun,

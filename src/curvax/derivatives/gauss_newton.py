@@ -34,8 +34,6 @@ from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
-__all__ = ["gauss_newton"]
-
 
 def gauss_newton(
     f: Fun,

@@ -44,8 +44,6 @@ from curvax.maps.chunking import map_indices, reduce_indices
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
-__all__ = ["hessian", "hessian_blocks", "hessian_diagonal"]
-
 
 def hessian(
     f: Fun,

@@ -38,9 +38,6 @@ from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import FunctionCache, Objective
 
-__all__ = ["jacobian"]
-
-
 Mode: TypeAlias = Literal["auto", "forward", "reverse"]
 """Columns by forward mode, rows by reverse mode, or what is cheaper."""
 

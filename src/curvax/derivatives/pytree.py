@@ -7,8 +7,6 @@ from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.derivatives.arguments import Point
 
-__all__ = ["hessian_to_pytree", "jacobian_to_pytree"]
-
 
 def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
     """An (n, n) matrix over the coordinates of `x` as a pytree of pytrees, like `jax.hessian`'s.

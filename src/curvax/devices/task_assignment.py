@@ -18,9 +18,6 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 
-__all__ = ["assign", "own_rows", "run_assigned", "with_replicated_arrays"]
-
-
 # `with_replicated_arrays`: functions that only some devices run, or not all equally often.
 #
 # Along `Auto` axes of a mesh the compiler shards arrays as it likes, and inserts collectives where

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from curvax._table import table
+from curvax._reports import table
 from curvax._types import Fun, PyTree
 from curvax.layers.detection.layers import Layer
 from curvax.layers.registration import Registration, register, registration_options

@@ -30,9 +30,6 @@ from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["checkpoint_chunked_scan", "checkpointed_scan", "nested_lengths", "run_nested"]
-
-
 DEFAULT_LEVELS = 2
 
 State: TypeAlias = tuple[Carry, PyTree]

@@ -20,9 +20,6 @@ from curvax._errors import as_integer, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size, promote_weak
 
-__all__ = ["Outputs", "ScanProgram", "save_all_but_reads", "scan_length", "unroll_within"]
-
-
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
 save_all_but_reads = partial(jax.checkpoint, policy=_slicing.save_all_but_reads, prevent_cse=False)

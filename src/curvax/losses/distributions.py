@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.losses.arithmetic import over_examples, sum_of_events, widened
-
-__all__ = ["Bernoulli", "Categorical", "Distribution", "Normal", "OneHotCategorical"]
+from curvax.losses.loss_function import over_examples, sum_of_events, widened
 
 
 @runtime_checkable

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from curvax._types import Array
-from curvax.losses.arithmetic import Shape, replicated_one_hot, transposed
 from curvax.losses.distributions import Distribution
-from curvax.losses.loss_function import LossFunction
-
-__all__ = ["DistributionNegativeLogProbLoss", "NegativeLogProbLoss"]
+from curvax.losses.loss_function import LossFunction, Shape, replicated_one_hot, transposed
 
 
 class NegativeLogProbLoss(LossFunction):

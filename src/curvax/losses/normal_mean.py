@@ -10,12 +10,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, at_least_single
-from curvax.losses.arithmetic import over_examples
 from curvax.losses.distributions import Normal
-from curvax.losses.loss_function import WithTargets
+from curvax.losses.loss_function import WithTargets, over_examples
 from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
-
-__all__ = ["NormalMeanNegativeLogProbLoss"]
 
 
 class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

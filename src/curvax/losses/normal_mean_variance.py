@@ -14,12 +14,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.losses.arithmetic import Shape, columns, widened
 from curvax.losses.distributions import Normal
-from curvax.losses.loss_function import WithTargets
+from curvax.losses.loss_function import Shape, WithTargets, columns, widened
 from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
-
-__all__ = ["NormalMeanVarianceNegativeLogProbLoss"]
 
 
 class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

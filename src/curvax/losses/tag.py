@@ -14,9 +14,6 @@ from typing import Any
 
 from curvax._jax import Tag
 
-__all__ = ["LossTag", "noted_registrations"]
-
-
 _noted: ContextVar[list[str] | None] = ContextVar("noted_registrations", default=None)
 
 

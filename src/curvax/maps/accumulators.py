@@ -106,126 +106,6 @@ class Accumulator:
     combine: Callable[[Any, Any], Any] | None = None
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What a map asks of its outputs: all that is known before the function has been traced.
-
-    `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
-    along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
-    None that an output has none. `limit` is how many chunks are run, if not all. `sharding`
-    is there if the examples are sharded.
-    """
-
-    accumulator: PyTree
-    out_axes: PyTree
-    plan: ChunkPlan
-    per_example: bool
-    limit: Size | None
-    sharding: BatchSharding | None = None
-
-    def reducer(self, outputs: PyTree) -> ShardedReducer:
-        """The reducer for outputs of these shapes."""
-        structure = jax.tree.structure(self.accumulator)
-        try:
-            parts = structure.flatten_up_to(outputs)
-            axes = iter(broadcast_prefix(self.out_axes, outputs))
-        except ValueError as error:
-            raise ValueError(
-                f"{where()}: the accumulator and out_axes must be pytree prefixes of the "
-                f"outputs, which have the structure {jax.tree.structure(outputs)}: {error}"
-            ) from None
-        reducers = [
-            self._for_part(kind, part, [next(axes) for _ in jax.tree.leaves(part)])
-            for kind, part in zip(jax.tree.leaves(self.accumulator), parts, strict=True)
-        ]
-        return Prefix(structure, reducers)
-
-    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> ShardedReducer:
-        if isinstance(kind, Accumulator):
-            if None in axes:
-                raise self._same_for_all(kind)
-            return self._for_user(kind, part)
-        if not isinstance(kind, AccumulationType):
-            raise TypeError(
-                f"{where()}: an accumulator must be an AccumulationType or an Accumulator, or a "
-                f"pytree of these; got {type(kind).__name__} {kind!r}."
-            )
-        leaves, structure = jax.tree.flatten(part)
-        pairs = zip(leaves, axes, strict=True)
-        return Prefix(structure, [self._for_leaf(kind, like, axis) for like, axis in pairs])
-
-    def _for_leaf(
-        self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any
-    ) -> ShardedReducer:
-        if kind is AccumulationType.CONCAT:
-            return self._for_rows(like, axis)
-        if axis is None:
-            raise self._same_for_all(kind)
-        if _jax.is_key(like):
-            raise TypeError(f"{where()}: {kind} of random keys has no meaning; use CONCAT.")
-        if kind is AccumulationType.SUM:
-            return Sum(like, self.per_example)
-        if not jnp.issubdtype(like.dtype, jnp.inexact):
-            raise TypeError(
-                f"{where()}: {kind} of an output of dtype {like.dtype} has no exact result in "
-                f"that dtype. Return floating-point numbers, or use SUM."
-            )
-        if kind is AccumulationType.MEAN:
-            return Mean(like, self.per_example, self.plan)
-        return RunningMean(like, self.per_example)
-
-    def _same_for_all(self, kind: Any) -> ValueError:
-        return ValueError(
-            f"{where()}: out_axes=None says that an output is the same for every example, "
-            f"so {kind} over examples is not asked for; use CONCAT, or an axis."
-        )
-
-    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> ShardedReducer:
-        if axis is None:
-            return Unbatched(like)
-        size = self.plan.runs()[0].size
-        if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
-            raise ValueError(
-                f"{where()}: CONCAT collects one row for each example, so the function must "
-                f"return arrays whose leading axis is that of the microbatch; for a microbatch of "
-                f"{size} it returned shape {like.shape}. Use SUM, MEAN or RUNNING_MEAN for "
-                f"outputs that belong to the microbatch as a whole."
-            )
-        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}")
-        return Collect(like, self.plan, axis)
-
-    def _for_user(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
-        if not accumulator.uneven:
-            self._check_even()
-        count = 1 if self.sharding is None else self.sharding.partition.count
-        if accumulator.combine is None and count > 1:
-            raise ValueError(
-                f"{where()}: the mesh splits examples among {count} devices, "
-                f"and this Accumulator does not say how to make one carry of theirs. Construct it "
-                f"with combine=, a function of two carries."
-            )
-        return _User(accumulator, part, self.per_example)
-
-    def _check_even(self) -> None:
-        sizes = [run.size for run in self.plan.runs(self.limit)]
-        cannot = (
-            "and this Accumulator does not say that it can take that. Construct it with "
-            "uneven=True if its update and aggregate are right for microbatches of any size, or"
-        )
-        if self.sharding is not None and not self.sharding.partition.is_even:
-            partition = self.sharding.partition
-            raise ValueError(
-                f"{where()}: {partition.length} examples on {partition.count} devices come out "
-                f"uneven, {cannot} choose a number of examples that {partition.count} divides."
-            )
-        if len(sizes) > 1:
-            raise ValueError(
-                f"{where()}: {self.plan.length} examples in microbatches of at most "
-                f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), {cannot} "
-                f"choose a microbatch size that divides {self.plan.length}."
-            )
-
-
 # Reducers: what becomes of the values of successive chunks.
 #
 # A reducer takes the value of each chunk in turn into a carry and makes the result of it. Reducers
@@ -499,6 +379,126 @@ class Prefix:
 
     def specs(self, sharding: BatchSharding) -> PyTree:
         return self.structure.unflatten([reducer.specs(sharding) for reducer in self.reducers])
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a map asks of its outputs: all that is known before the function has been traced.
+
+    `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
+    along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
+    None that an output has none. `limit` is how many chunks are run, if not all. `sharding`
+    is there if the examples are sharded.
+    """
+
+    accumulator: PyTree
+    out_axes: PyTree
+    plan: ChunkPlan
+    per_example: bool
+    limit: Size | None
+    sharding: BatchSharding | None = None
+
+    def reducer(self, outputs: PyTree) -> ShardedReducer:
+        """The reducer for outputs of these shapes."""
+        structure = jax.tree.structure(self.accumulator)
+        try:
+            parts = structure.flatten_up_to(outputs)
+            axes = iter(broadcast_prefix(self.out_axes, outputs))
+        except ValueError as error:
+            raise ValueError(
+                f"{where()}: the accumulator and out_axes must be pytree prefixes of the "
+                f"outputs, which have the structure {jax.tree.structure(outputs)}: {error}"
+            ) from None
+        reducers = [
+            self._for_part(kind, part, [next(axes) for _ in jax.tree.leaves(part)])
+            for kind, part in zip(jax.tree.leaves(self.accumulator), parts, strict=True)
+        ]
+        return Prefix(structure, reducers)
+
+    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> ShardedReducer:
+        if isinstance(kind, Accumulator):
+            if None in axes:
+                raise self._same_for_all(kind)
+            return self._for_user(kind, part)
+        if not isinstance(kind, AccumulationType):
+            raise TypeError(
+                f"{where()}: an accumulator must be an AccumulationType or an Accumulator, or a "
+                f"pytree of these; got {type(kind).__name__} {kind!r}."
+            )
+        leaves, structure = jax.tree.flatten(part)
+        pairs = zip(leaves, axes, strict=True)
+        return Prefix(structure, [self._for_leaf(kind, like, axis) for like, axis in pairs])
+
+    def _for_leaf(
+        self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any
+    ) -> ShardedReducer:
+        if kind is AccumulationType.CONCAT:
+            return self._for_rows(like, axis)
+        if axis is None:
+            raise self._same_for_all(kind)
+        if _jax.is_key(like):
+            raise TypeError(f"{where()}: {kind} of random keys has no meaning; use CONCAT.")
+        if kind is AccumulationType.SUM:
+            return Sum(like, self.per_example)
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            raise TypeError(
+                f"{where()}: {kind} of an output of dtype {like.dtype} has no exact result in "
+                f"that dtype. Return floating-point numbers, or use SUM."
+            )
+        if kind is AccumulationType.MEAN:
+            return Mean(like, self.per_example, self.plan)
+        return RunningMean(like, self.per_example)
+
+    def _same_for_all(self, kind: Any) -> ValueError:
+        return ValueError(
+            f"{where()}: out_axes=None says that an output is the same for every example, "
+            f"so {kind} over examples is not asked for; use CONCAT, or an axis."
+        )
+
+    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> ShardedReducer:
+        if axis is None:
+            return Unbatched(like)
+        size = self.plan.runs()[0].size
+        if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
+            raise ValueError(
+                f"{where()}: CONCAT collects one row for each example, so the function must "
+                f"return arrays whose leading axis is that of the microbatch; for a microbatch of "
+                f"{size} it returned shape {like.shape}. Use SUM, MEAN or RUNNING_MEAN for "
+                f"outputs that belong to the microbatch as a whole."
+            )
+        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}")
+        return Collect(like, self.plan, axis)
+
+    def _for_user(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
+        if not accumulator.uneven:
+            self._check_even()
+        count = 1 if self.sharding is None else self.sharding.partition.count
+        if accumulator.combine is None and count > 1:
+            raise ValueError(
+                f"{where()}: the mesh splits examples among {count} devices, "
+                f"and this Accumulator does not say how to make one carry of theirs. Construct it "
+                f"with combine=, a function of two carries."
+            )
+        return _User(accumulator, part, self.per_example)
+
+    def _check_even(self) -> None:
+        sizes = [run.size for run in self.plan.runs(self.limit)]
+        cannot = (
+            "and this Accumulator does not say that it can take that. Construct it with "
+            "uneven=True if its update and aggregate are right for microbatches of any size, or"
+        )
+        if self.sharding is not None and not self.sharding.partition.is_even:
+            partition = self.sharding.partition
+            raise ValueError(
+                f"{where()}: {partition.length} examples on {partition.count} devices come out "
+                f"uneven, {cannot} choose a number of examples that {partition.count} divides."
+            )
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{where()}: {self.plan.length} examples in microbatches of at most "
+                f"{self.plan.size} come out uneven (sizes {sizes[0]} and {sizes[1]}), {cannot} "
+                f"choose a microbatch size that divides {self.plan.length}."
+            )
 
 
 def _real(count: Size, like: Array) -> Array:

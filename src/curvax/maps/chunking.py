@@ -20,17 +20,6 @@ from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
 from curvax.maps.sharding import BatchSharding
 
-__all__ = [
-    "first_value",
-    "map_chunks",
-    "map_indices",
-    "reduce_batch",
-    "reduce_chunks",
-    "reduce_indices",
-    "trace_once",
-]
-
-
 # The one loop behind every map.
 #
 # `reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value

@@ -21,8 +21,6 @@ from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["PerExample", "micro_grad"]
-
 
 class PerExample(NamedTuple):
     """What `micro_grad` returns of each example, one row for each, in the given order."""

@@ -11,9 +11,6 @@ from typing import Any, TypeAlias
 from curvax import _jax
 from curvax._errors import as_integer, where
 
-__all__ = ["Budget", "MemoryBudgetError", "available_memory", "format_bytes", "parse_memory"]
-
-
 # How much memory there is to be had, asked of the device or of the operating system.
 #
 # On a CPU several limits hold at once, and the least of them counts: what the system has available,

@@ -32,19 +32,6 @@ from curvax.memory.budget import Budget, parse_memory
 from curvax.memory.plan import ADVICE, MemoryPlan, plan_at, plan_fast_size, plan_size
 from curvax.memory.usage import Executable, Program
 
-__all__ = [
-    "BudgetRequest",
-    "FunctionCache",
-    "Objective",
-    "PlanFor",
-    "check_budget",
-    "compile_call",
-    "plan_call",
-    "record",
-    "recorded_plans",
-]
-
-
 # What was made for a function, kept as long as the function lives.
 #
 # Functions are told apart by identity, and bound methods by that of their object, since Python

@@ -19,18 +19,6 @@ from curvax._types import Fun
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
 
-__all__ = [
-    "MemoryPlan",
-    "Trial",
-    "fast_size",
-    "largest_that_fits",
-    "plan_at",
-    "plan_batch_size",
-    "plan_fast_size",
-    "plan_size",
-]
-
-
 # The largest size that fits, found with few questions; in plain Python.
 #
 # What a program needs is close to affine in its batch size, so a line through two sizes says
@@ -193,7 +181,7 @@ class MemoryPlan:
         Returns:
             The axes.
         """
-        from curvax._plots import plot_memory_plan
+        from curvax._reports import plot_memory_plan
 
         return plot_memory_plan(self, ax)
 

@@ -22,18 +22,7 @@ from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.microbatching import axes_of
 from curvax.curvature.state_sharding import ShardedCurvature, check_rows, num_shards, state_specs
 from curvax.devices.agreement import NewShapes
-from curvax.devices.mesh_axis import MeshAxis, check_is_mesh
-from curvax.devices.placement import is_committed, put
-
-__all__ = [
-    "DataParallel",
-    "axis_of",
-    "check_mesh",
-    "check_sharding",
-    "num_devices",
-    "without_places",
-]
-
+from curvax.devices.mesh_axis import MeshAxis, check_is_mesh, is_committed
 
 _BATCH = "batch"
 _REPLICATED = PartitionSpec()
@@ -152,7 +141,7 @@ class DataParallel:
         self._check(program, args)
 
         def place(name: str, spec: PartitionSpec, leaf: Any) -> Any:
-            found = put(self._along, leaf, spec, is_process_local=name == _BATCH)
+            found = self._along.put(leaf, spec, is_process_local=name == _BATCH)
             return self._with_automatic_axes(found)
 
         return {

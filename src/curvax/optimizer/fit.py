@@ -13,8 +13,6 @@ import jax
 from curvax._types import Array, PyTree
 from curvax.optimizer.state import StepResult, StepResultWithFuncState, step_result
 
-__all__ = ["Callback", "NoMoreBatches", "fit"]
-
 
 class NoMoreBatches(ValueError):
     """An iterator ended."""

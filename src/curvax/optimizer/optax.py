@@ -15,15 +15,18 @@ from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._errors import where
 from curvax._types import Fun, PyTree
-from curvax.optimizer.config import KFACConfig, Number, OptimizerConfig, PreconditionerConfig
+from curvax.optimizer.config import (
+    KFACConfig,
+    Number,
+    OptimizerConfig,
+    PreconditionerConfig,
+    Schedule,
+)
 from curvax.optimizer.data_parallel import without_places
-from curvax.optimizer.hyperparameters import Schedule
 from curvax.optimizer.preconditioner import Preconditioner
 from curvax.optimizer.state import OptimizerState, number_type, selected
 from curvax.optimizer.step import KFAC
 from curvax.optimizer.value_function import Evaluation, ValueFunction
-
-__all__ = ["KFACState", "ScaleByKFACState", "kfac", "scale_by_kfac"]
 
 
 class KFACState(NamedTuple):

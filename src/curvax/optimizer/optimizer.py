@@ -24,12 +24,11 @@ from curvax.curvature.state_sharding import (
     state_specs,
     whole_state,
 )
-from curvax.devices.placement import to_host
-from curvax.optimizer.config import Number, OptimizerConfig
+from curvax.devices.mesh_axis import to_host
+from curvax.optimizer.config import Number, OptimizerConfig, Schedule, as_scalar, check_given
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
 from curvax.optimizer.data_parallel import DataParallel, check_sharding, without_places
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
-from curvax.optimizer.hyperparameters import Schedule, as_scalar, check_given
 from curvax.optimizer.preconditioner import l2_matrix
 from curvax.optimizer.programs import Programs, check_alive, is_traced
 from curvax.optimizer.state import (
@@ -41,9 +40,6 @@ from curvax.optimizer.state import (
 )
 from curvax.optimizer.step import KFAC, Statistics, burnin_key
 from curvax.optimizer.value_function import ValueFunction
-
-__all__ = ["Optimizer"]
-
 
 _OPTIONS = {option.name for option in fields(OptimizerConfig)}
 _REPLACED = ("params", "state", "func_state")

@@ -15,8 +15,6 @@ from curvax.memory.usage import MemoryUsage
 from curvax.optimizer.data_parallel import DataParallel
 from curvax.optimizer.step import KFAC
 
-__all__ = ["Programs", "Sizes", "check_alive", "is_traced", "sizes_within"]
-
 
 class Programs:
     """Runs functions, compiled when they are first run, or as they are.

@@ -10,20 +10,6 @@ import jax.numpy as jnp
 from curvax import _jax
 from curvax._types import Array, PyTree, at_least_single
 
-__all__ = [
-    "OptimizerState",
-    "StepResult",
-    "StepResultWithFuncState",
-    "combined",
-    "inner",
-    "inner_products",
-    "norm",
-    "norms",
-    "number_type",
-    "selected",
-    "step_result",
-]
-
 
 def _no_steps() -> Array:
     return jnp.zeros((), jnp.int32)

@@ -38,9 +38,6 @@ from curvax.memory.compiled import BudgetRequest, record
 from curvax.memory.plan import plan_batch_size
 from curvax.memory.usage import memory_usage
 
-__all__ = ["BlockPrograms", "disk_errors", "stream"]
-
-
 # Blocks of columns for the disk: one program, called for one block after the other.
 #
 # It computes from what was prepared, which stays where it is. On several devices it computes one
