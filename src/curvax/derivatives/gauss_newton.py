@@ -51,7 +51,7 @@ def gauss_newton(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> tuple[Array, Callable[[Array], PyTree]]:
-    """The Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
+    """Compute the Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
 
     Equal to
 
@@ -77,23 +77,25 @@ def gauss_newton(
             expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
             cache, elsewhere the largest.
         progress: whether to show a progress bar of blocks.
-        mesh: devices among which columns are split. Each computes its share of them in blocks, and
-            sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        mesh: devices among which columns are sharded. Each computes its shard in blocks, and sizes
+            and budgets are for each.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
         a vector of n numbers a pytree like `x`.
 
-        On a mesh `G` is split along its last axis. It is whole on every device with `replicated`,
-        and where the number of devices does not divide n.
+        On a mesh `G` is sharded along its last axis. It is replicated with `replicated=True`, and
+        where the number of devices does not divide n.
 
     Raises:
-        ValueError: as `hessian`; and if the weight does not fit the residuals.
+        ValueError: if the weight does not fit the residuals, there are more batches than
+            parameters, two sizes are given, a budget or a mesh with `jit=False`, the mesh does not
+            have the axis, `x` is committed to other devices, or processes disagree on shapes.
         TypeError: if `x` or a residual is not real floating-point, or the weight is not real or
             returns something else than residuals.
-        MemoryBudgetError: as `hessian`.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp

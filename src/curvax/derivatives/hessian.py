@@ -64,7 +64,7 @@ def hessian(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Any:
-    """The Hessian of a scalar function `f` at `x`, a block of it at a time.
+    """Compute the Hessian of a scalar function `f` at `x`, a block of it at a time.
 
     Equal to
 
@@ -84,8 +84,8 @@ def hessian(
         nbatches: the number of blocks. Leaves are cut apart from each other, so that there can be
             a few more.
         jit: whether to compile.
-        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
-            of remembering it: less memory, more time. It helps where blocks are small; what a
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time. It helps where blocks are small; what a
             large block needs is mostly its own tangents.
         batch_size: the number of columns in a block, in place of `nbatches`.
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
@@ -106,7 +106,7 @@ def hessian(
         mesh: devices among which rows are sharded. Each computes its shard in blocks, and sizes and
             budgets are for each. Full rows are computed there, not one triangle, so that one device
             without a mesh is about as fast as two.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
@@ -217,7 +217,7 @@ def hessian_diagonal(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> PyTree:
-    """The diagonal of the Hessian of a scalar function, exactly, and never the matrix.
+    """Compute the diagonal of the Hessian of a scalar function, exactly, and never the matrix.
 
     Equal to
 
@@ -242,17 +242,21 @@ def hessian_diagonal(
         progress: whether to show a progress bar of blocks.
         mesh: devices among which coordinates are sharded. Each computes its shard in blocks, and
             sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`.
 
-        On a mesh each array is split along its first axis. It is whole on every device with
-        `replicated`, and where the number of devices does not divide the length of that axis.
+        On a mesh each array is sharded along its first axis. It is replicated with
+        `replicated=True`, and where the number of devices does not divide the length of that axis.
 
     Raises:
-        ValueError, TypeError, MemoryBudgetError: as `hessian`.
+        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
+            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
+            devices, or processes disagree on shapes.
+        TypeError: if `x` is not real floating-point, or `f` no real scalar.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -319,7 +323,7 @@ def hessian_blocks(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> PyTree:
-    """The diagonal blocks of the Hessian of a scalar function, one for each leaf of `x`.
+    """Compute the diagonal blocks of the Hessian of a scalar function, one for each leaf of `x`.
 
     Equal to
 
@@ -344,17 +348,21 @@ def hessian_blocks(
         progress: whether to show a progress bar of blocks.
         mesh: devices among which the rows of each leaf's block are sharded. Each computes its
             shard in blocks, and sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`, with an array of shape `leaf.shape + leaf.shape` for each leaf.
 
-        On a mesh each array is split along its first axis. It is whole on every device with
-        `replicated`, and where the number of devices does not divide `leaf.shape[0]`.
+        On a mesh each array is sharded along its first axis. It is replicated with
+        `replicated=True`, and where the number of devices does not divide `leaf.shape[0]`.
 
     Raises:
-        ValueError, TypeError, MemoryBudgetError: as `hessian`.
+        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
+            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
+            devices, or processes disagree on shapes.
+        TypeError: if `x` is not real floating-point, or `f` no real scalar.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp

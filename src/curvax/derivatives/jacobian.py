@@ -65,7 +65,7 @@ def jacobian(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Any:
-    """The Jacobian of `f` at `x`, a block of it at a time.
+    """Compute the Jacobian of `f` at `x`, a block of it at a time.
 
     Equal to
 
@@ -81,8 +81,8 @@ def jacobian(
         x: a pytree of real floating-point arrays, of any dtypes.
         nbatches: the number of blocks.
         jit: whether to compile.
-        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
-            of remembering it: less memory, more time.
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time.
         batch_size: the number of columns or rows in a block, in place of `nbatches`.
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
             call, compiled by itself, may allocate, the result included. With `out`, what it holds
@@ -101,9 +101,9 @@ def jacobian(
         verify: whether to read what `out` has already and check it against its checksums. Without,
             it is only checked that nothing is missing. Damaged blocks are computed again, with a
             `DamagedStoreWarning`.
-        mesh: devices among which columns (or rows) are split. Each computes its share of them in
-            blocks, and sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        mesh: devices among which columns (or rows) are sharded. Each computes its shard in blocks,
+            and sizes and budgets are for each.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
@@ -111,7 +111,7 @@ def jacobian(
         with one more axis at the end of each array, over the n coordinates of `x` in the order of
         `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
 
-        On a mesh each array is split along its last axis if columns are computed, and along its
+        On a mesh each array is sharded along its last axis if columns are computed, and along its
         first if rows are. It is replicated with `replicated=True`, and where the number of devices
         does not divide the length of that axis. In a multi-process program each process has its own
         shards, `J.addressable_shards`; to read all of it everywhere, write it to `out`.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from curvax import _jax
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.memory.budget import format_bytes
 
@@ -50,8 +51,8 @@ class MemoryUsage:
         account = compiled.memory_analysis()
         if account is None:
             raise NotImplementedError(
-                "curvax.memory_usage: the compiler for this device does not tell how much memory a "
-                "program needs. Give sizes instead of memory budgets."
+                f"{where()}: the compiler for this device does not tell how much memory a program "
+                f"needs. Give sizes instead of memory budgets."
             )
         return cls(
             argument_bytes=account.argument_size_in_bytes,

@@ -312,6 +312,12 @@ class _MaskedLoss(Generic[T]):
         axis_name: str | None,
         build: Callable[[Fun, Sequence[PyTree]], T],
     ) -> None:
+        if example_batch is None:
+            raise ValueError(
+                f"{where()}: example_batch must be a batch, or the shapes of one, to trace the "
+                f"function with; got None."
+            )
+
         def loss(params: PyTree, full_params: PyTree, batch: PyTree) -> Any:
             return loss_fn(_merged(params, full_params), batch)
 

@@ -388,7 +388,7 @@ class Optimizer:
         Arguments:
             params: The parameters.
             rng: A random key.
-            batch: A batch.
+            batch: A batch as `batch_process_func` returns it: it is not applied here.
             func_state: The state of the function, if it has one.
 
         Returns:

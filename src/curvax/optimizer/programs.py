@@ -156,8 +156,8 @@ def check_alive(tree: PyTree) -> None:
     leaves = jax.tree.leaves(tree)
     if any(isinstance(x, jax.Array) and not _jax.is_tracer(x) and x.is_deleted() for x in leaves):
         raise ValueError(
-            "curvax.Optimizer: params or state were given to a step before, which took over their "
-            "buffers. Go on with what that step returned; or say donate_buffers=False."
+            f"{where()}: params or state were given to a step before, which took over their "
+            f"buffers. Go on with what that step returned; or say donate_buffers=False."
         )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._cpu import symmetric_product
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
@@ -253,4 +252,4 @@ class NaiveFull(BatchGradientBlock, Full):
 def products_of_gradients(gradients: list[Array]) -> Array:
     """The sum of outer products of gradients, (number, *shape) for each parameter."""
     flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
-    return symmetric_product(flat)
+    return flat.T @ flat
