@@ -206,8 +206,8 @@ def steps(report: Report) -> None:
     report.table(["", "first step [CPU s]", "mean of five steps [CPU ms]"], rows)
     sooner, faster = (found["with"][k] / found["plain"][k] for k in (0, 1))
     report.claim_time(
-        f"all workarounds: {sooner:.2f} of the time of a first step (at most {DELAY}), {faster:.2f} "
-        f"of that of the following ones (at most {GAIN})",
+        f"all workarounds: {sooner:.2f} of the time of a first step (at most {DELAY}), "
+        f"{faster:.2f} of that of the following ones (at most {GAIN})",
         sooner <= DELAY and faster <= GAIN,
     )
     report.say()

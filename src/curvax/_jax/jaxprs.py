@@ -355,7 +355,7 @@ def with_constants(program: Any) -> Callable[..., list[Any]]:
 
 
 def tracing_context() -> Any:
-    """What beside its arguments decides how a function is traced; to be compared only."""
+    """What besides its arguments decides how a function is traced; to be compared only."""
     settings: Any = jax.config
     mesh = jax.sharding.get_abstract_mesh()
     names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "default_prng_impl")
@@ -430,7 +430,7 @@ def unjitted(fun: Any) -> Callable[..., Any]:
 
 
 def has_effects(fun: Callable[[], Any]) -> bool:
-    """Whether a function does anything beside computing its result, by its trace."""
+    """Whether a function does anything besides computing its result, by its trace."""
     return bool(jax.make_jaxpr(fun)().effects)
 
 
@@ -643,7 +643,7 @@ def _are_same(a: Any, b: Any, open_containers: bool) -> bool:
 
 
 def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
-    """All that a function refers to beside its globals."""
+    """All that a function refers to besides its globals."""
     keywords = sorted((function.__kwdefaults__ or {}).items())
     contents = []
     for cell in function.__closure__ or ():

@@ -126,6 +126,36 @@ def plan_blocks(
     return compile_call(fun, program, args, {}, key=(*key, block_size), is_settled=is_settled)
 
 
+def run_blocks(
+    problem: Callable[..., BlockProblem],
+    functions: Sequence[TracedFunction],
+    x: PyTree,
+    options: Options,
+    block_size: int,
+    max_size: int,
+    progress: bool,
+    *,
+    key: Hashable,
+) -> tuple[list[PyTree], PyTree]:
+    """Return the results of the problem that is made of some functions, and the auxiliary value.
+
+    They are computed by one program, in blocks of the size that is given or fits the budget; see
+    `plan_blocks`.
+    """
+
+    def build(size: int) -> Fun:
+        def program(consts: Sequence[Any], x: PyTree) -> tuple[list[PyTree], PyTree]:
+            bound = [f.bind(own) for f, own in zip(functions, consts, strict=True)]
+            return compute_columns(problem(*bound), x, size, options, progress)
+
+        return program
+
+    args = [f.consts for f in functions], put_on_mesh(functions, problem, x, options, progress)
+    key = key, progress
+    plan = plan_blocks(build, functions, args, options, block_size, max_size, key=key)
+    return plan(*args)
+
+
 # Columns sharded among the devices of a mesh.
 #
 # Every device makes the linear maps for itself, which is little work, and computes its shard of the

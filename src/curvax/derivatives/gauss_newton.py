@@ -1,7 +1,7 @@
 """`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +24,8 @@ from curvax.derivatives.columns import (
     BlockProblem,
     Part,
     advised,
-    compute_columns,
     has_derivative,
-    plan_blocks,
-    put_on_mesh,
+    run_blocks,
     why_not,
 )
 from curvax.devices.mesh_axis import Axis
@@ -143,13 +141,6 @@ def gauss_newton(
         # The matrix is symmetric only if the weight is, so columns are put where columns belong.
         return BlockProblem(prepare, (Part(point.size, column, -1),))
 
-    def build(size: int) -> Fun:
-        def program(consts: Sequence[Any], x_and_weight: Any) -> tuple[list[Array], None]:
-            bound = [f.bind(each) for f, each in zip(functions, consts, strict=True)]
-            return compute_columns(problem(*bound), x_and_weight, size, options, progress)
-
-        return program
-
     def lacking() -> Exception | None:
         return why_not(problem(*(each.traced() for each in functions)), x_and_weight)
 
@@ -166,11 +157,10 @@ def gauss_newton(
         )
 
     with advised(lacking, advice):
-        consts = tuple(each.consts for each in functions)
-        args = consts, put_on_mesh(functions, problem, x_and_weight, options, progress)
-        key = "gauss_newton", checkpoint, progress
-        plan = plan_blocks(build, functions, args, options, block_size, length, key=key)
-        (matrix,), _ = plan(*args)
+        key = "gauss_newton", checkpoint
+        (matrix,), _ = run_blocks(
+            problem, functions, x_and_weight, options, block_size, length, progress, key=key
+        )
     return matrix, point.unflatten
 
 

@@ -36,6 +36,7 @@ from curvax.derivatives.columns import (
     linear_map,
     plan_blocks,
     put_on_mesh,
+    run_blocks,
 )
 from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
@@ -295,16 +296,11 @@ def hessian_diagonal(
 
         return BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     with advised_to_go_forward(problem, traced, x):
-        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = "hessian_diagonal", checkpoint, progress
-        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
-        (diagonal,), _ = plan(*args)
+        key = "hessian_diagonal", checkpoint
+        (diagonal,), _ = run_blocks(
+            problem, [traced], x, options, block_size, length, progress, key=key
+        )
     return diagonal
 
 
@@ -413,16 +409,9 @@ def hessian_blocks(
         parts = tuple(map(part, range(len(point.sizes))))
         return BlockProblem(functools.partial(prepare, f), parts)
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     with advised_to_go_forward(problem, traced, x):
-        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = "hessian_blocks", checkpoint, progress
-        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
-        blocks, _ = plan(*args)
+        key = "hessian_blocks", checkpoint
+        blocks, _ = run_blocks(problem, [traced], x, options, block_size, length, progress, key=key)
     return jax.tree.unflatten(point.structure, blocks)
 
 

@@ -27,10 +27,8 @@ from curvax.derivatives.columns import (
     BlockProblem,
     Part,
     advised,
-    compute_columns,
     linear_map,
-    plan_blocks,
-    put_on_mesh,
+    run_blocks,
     why_not,
 )
 from curvax.derivatives.disk.stream import stream
@@ -174,11 +172,6 @@ def jacobian(
         what="rows" if mode == "reverse" else "parameters",
     )
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     def other_mode() -> str | None:
         if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
             return None
@@ -199,11 +192,11 @@ def jacobian(
             made = problem(traced.untraced())
             arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
         else:
-            args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-            key = "jacobian", checkpoint, reverse, has_aux, progress
+            key = "jacobian", checkpoint, reverse, has_aux
             max_size = max(lengths, default=0)
-            plan = plan_blocks(build, [traced], args, options, block_size, max_size, key=key)
-            parts, aux = plan(*args)
+            parts, aux = run_blocks(
+                problem, [traced], x, options, block_size, max_size, progress, key=key
+            )
             arrays = jax.tree.leaves(parts)
     J = jax.tree.unflatten(structure, arrays)
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)

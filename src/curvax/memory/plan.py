@@ -209,7 +209,7 @@ def plan_batch_size(
         build: from a size, the function to be compiled on `args` and `kwargs`.
         args: arrays, `jax.ShapeDtypeStruct`s, tracers or pytrees of these. Nothing is run.
         max_size: the largest size there is any use for.
-        memory_budget: what a call may allocate, beside its arguments; see `parse_memory`.
+        memory_budget: what a call may allocate, besides its arguments; see `parse_memory`.
         kwargs: keyword arguments, the same.
 
     Returns:

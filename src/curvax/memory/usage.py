@@ -42,7 +42,7 @@ class MemoryUsage:
 
     @property
     def added_bytes(self) -> int:
-        """What a call allocates beside what is there already: output + temp + scratch - alias."""
+        """What a call allocates besides what is there already: output + temp + scratch - alias."""
         return self.output_bytes + self.temp_bytes + self.scratch_bytes - self.alias_bytes
 
     @classmethod

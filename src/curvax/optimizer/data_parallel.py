@@ -49,19 +49,19 @@ def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
         if found is not None:
             raise ValueError(
                 f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
-                f"devices. Say shard_state=True here, too, or make it whole: "
+                f"devices. Say shard_state=True here, too, or gather it: "
                 f"state = optimizer.whole_state(state)."
             )
         return
     if found is None:
         raise ValueError(
-            f"{where()}: the state was made without shard_state=True, and is whole on every "
-            f"device. Leave shard_state out, or split it: state = optimizer.split_state(state)."
+            f"{where()}: the state was made without shard_state=True, and is replicated. "
+            f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."
         )
     if found != estimator.num_devices:
         raise ValueError(
-            f"{where()}: the state is split among {found} devices, but here are "
-            f"{estimator.num_devices}. Split it again: state = optimizer.split_state(state)."
+            f"{where()}: the state is sharded over {found} devices, but here are "
+            f"{estimator.num_devices}. Shard it again: state = optimizer.split_state(state)."
         )
     check_rows(estimator, state)
 

@@ -111,17 +111,17 @@ class Programs:
         given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
         args = dict(zip(names, _without_aliases(given, donated), strict=True))
         key: Any = name
-        whole, options = fun, {}
+        mapped, options = fun, {}
         account = _jax.true_account(jax.default_backend()) if self._has_budget else None
         if self._devices is not None:
             args = self._devices.placed(name, args)
             options["out_shardings"] = self._devices.shardings(results, args)
             leaves, structure = jax.tree.flatten(options)
             key = name, structure, *leaves
-            whole = self._devices.shard_map(fun, names, results)
+            mapped = self._devices.shard_map(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(
-                whole, donate_argnums=donated, compiler_options=account, **options
+                mapped, donate_argnums=donated, compiler_options=account, **options
             )
         return self._known[key], args
 
@@ -174,7 +174,7 @@ def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
     return [jax.tree.map(own, arg) if k in donated else arg for k, arg in enumerate(args)]
 
 
-# The sizes of microbatches with which a whole step fits a memory budget.
+# The sizes of microbatches with which all of a step fits a memory budget.
 #
 # Gradient, statistics and exact products plan their microbatches themselves, each within its own
 # budget. A step holds more: gradient and statistics at the same time, inverses, the state. How much
