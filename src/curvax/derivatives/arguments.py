@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._errors import check_size, where
+from curvax._errors import check_count, check_size, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size, TreeDef
 from curvax.devices.agreement import check_agreement, describe
@@ -78,10 +78,8 @@ def check_options(
     if along is not None:
         along.check_outside()
         _check_processes(along)
-    number = check_size("nbatches", nbatches)
+    number = check_count("nbatches", nbatches)
     size = check_size("batch_size", batch_size)
-    if number is None:
-        raise TypeError(f"{where()}: nbatches must be a Python integer, got None.")
     if size is not None and number != 1:
         raise ValueError(
             f"{where()}: give nbatches or batch_size, not both; got nbatches={number} and "

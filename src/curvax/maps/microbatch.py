@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax._errors import check_divides, check_size, where
+from curvax._errors import check_count, check_divides, check_size
 from curvax._tree import as_key, leaf_name
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -202,9 +202,7 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
                [1, 4],
                [2, 5]], dtype=int32)
     """
-    size = check_size("microbatch_size", microbatch_size)
-    if size is None:
-        raise TypeError(f"{where()}: microbatch_size must be an integer, got None.")
+    size = check_count("microbatch_size", microbatch_size)
 
     def split(path: tuple[Any, ...], leaf: Any) -> Array:
         name = leaf_name("tree", path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from curvax._errors import check_size, where
+from curvax._errors import check_count, where
 from curvax._types import Fun
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
@@ -237,9 +237,7 @@ def plan_batch_size(
         )
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
     budget = parse_memory(memory_budget)
-    most = check_size("max_size", max_size)
-    if most is None:
-        raise TypeError(f"{where()}: max_size must be a Python integer, got None.")
+    most = check_count("max_size", max_size)
 
     def compile(size: int) -> Executable:
         def call(*leaves: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvax import _jax
-from curvax._errors import check_size, where
+from curvax._errors import check_count, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
@@ -43,7 +43,7 @@ Hyperparameter = Schedule | Adaptive | None
 
 # Metadata of fields: a check of the value of an option, which is told its name.
 
-Metadata = dict[str, Callable[[str, Any], None]]
+Metadata = dict[str, Callable[[str, Any], Any]]
 
 
 def _number(
@@ -59,11 +59,6 @@ def _number(
             raise ValueError(f"{where()}: {name} must be {expected}, got {value}.")
 
     return {"check": check}
-
-
-def _positive_integer(name: str, value: Any) -> None:
-    if check_size(name, value) is None:
-        raise TypeError(f"{where()}: {name} must be a Python integer, got None.")
 
 
 def _function(hint: str = "", *, is_optional: bool = False) -> Metadata:
@@ -92,7 +87,7 @@ _ANY = _number(lambda x: x == x, "a number")
 _POSITIVE = _number(lambda x: x > 0, "positive")
 _POSITIVE_OR_NONE = _number(lambda x: x > 0, "positive", is_optional=True)
 _NOT_NEGATIVE = _number(lambda x: x >= 0, "zero or more")
-_COUNT: Metadata = {"check": _positive_integer}
+_COUNT: Metadata = {"check": check_count}
 _STRINGS: Metadata = {"check": _strings}
 _FUNCTION_OR_NONE = _function(is_optional=True)
 
