@@ -236,9 +236,6 @@ def _called(params: dict[str, Any]) -> Any:
     return None if program is None else program[0]
 
 
-# Functions: traced once, and how they are compiled.
-
-
 def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """`fun` traced once and for all, for arguments like these: arrays, or their shapes.
 

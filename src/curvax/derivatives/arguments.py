@@ -22,8 +22,6 @@ from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import BudgetRequest, Objective, check_budget
 
-# Block sizes, memory budget and mesh.
-
 ADVICE = "What else helps: checkpoint=True."
 ADVICE_WITH_DISK = "What else helps: checkpoint=True, or streaming the result to disk with out=."
 
@@ -156,9 +154,6 @@ def check_on_mesh(name: str, tree: PyTree, options: Options) -> PyTree:
     return jax.tree.map(replicate, tree)
 
 
-# The point at which derivatives are taken.
-
-
 def check_point(x: PyTree, options: Options) -> tuple["Point", PyTree]:
     """Check that `x` can be differentiated with respect to; return its structure, and its arrays.
 
@@ -278,22 +273,20 @@ def _as_array(leaf: Any) -> Any:
         return None
 
 
-# The function, as it is at the time of a call.
-#
-# What a function reads may change between two calls: attributes of the object whose method it is,
-# variables that it closes over, globals. So it is traced at each call, which takes little time
-# compared with tracing its derivatives. Derivatives are taken of what was traced, with the arrays
-# that it closed over as arguments, and what was compiled for the same jaxpr before is used again
-# (`_jax.program_key`).
-#
-# A derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is Python that runs when derivatives are
-# traced. It may read what has changed as well. With rules that are not JAX's own, the function is
-# not settled: the whole program is traced at each call, to be compared with what was compiled.
-
-
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function, and what it does with arguments like some."""
+    """A function, and what it does with arguments like some.
+
+    What a function reads may change between two calls: attributes of the object whose method it is,
+    variables that it closes over, globals. So it is traced at each call, which takes little time
+    compared with tracing its derivatives. Derivatives are taken of what was traced, with the arrays
+    that it closed over as arguments, and what was compiled for the same jaxpr before is used again
+    (`_jax.program_key`).
+
+    A derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is Python that runs when derivatives are
+    traced. It may read what has changed as well. With rules that are not JAX's own, the function is
+    not settled: the whole program is traced at each call, to be compared with what was compiled.
+    """
 
     fun: Fun
     """The function itself, not what `jax.jit` made of it."""

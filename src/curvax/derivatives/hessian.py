@@ -427,18 +427,6 @@ def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedF
     return traced
 
 
-# The Hessian by one of its triangles.
-#
-# The leaves of the point are put into a few groups, and the groups in order. A group's rows are
-# computed by differentiating by its own leaves alone, so nothing is done for tangents that are
-# zero, and only up to the columns of the groups that follow. What is left of that is a mirror image
-# of what is right of it elsewhere. For a network, with its layers in the order in which they are
-# applied, that is less than half of the work.
-#
-# The groups are computed one after the other, each from a linearisation of its own, into one
-# matrix. The last comes first: then a row may be written from end to end, and a column too, since
-# what is not known yet is written later.
-
 MOST_GROUPS = 8
 """Each group has a program of its own to compile."""
 
@@ -471,7 +459,18 @@ def compute_triangle(
     checkpoint: bool,
     bar: Progress | None,
 ) -> tuple[list[Array], PyTree]:
-    """Return the matrix, alone in a list, and the auxiliary value."""
+    """Return the matrix, alone in a list, and the auxiliary value.
+
+    The leaves of the point are put into a few groups, and the groups in order. A group's rows are
+    computed by differentiating by its own leaves alone, so nothing is done for tangents that are
+    zero, and only up to the columns of the groups that follow. What is left of that is a mirror
+    image of what is right of it elsewhere. For a network, with its layers in the order in which
+    they are applied, that is less than half of the work.
+
+    The groups are computed one after the other, each from a linearisation of its own, into one
+    matrix. The last comes first: then a row may be written from end to end, and a column too, since
+    what is not known yet is written later.
+    """
     f = _jax.trace(f, x)  # Each group differentiates it.
     value = jax.checkpoint(f) if checkpoint else f
     tick = None if bar is None else bar.tick

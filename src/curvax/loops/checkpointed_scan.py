@@ -264,9 +264,6 @@ def _narrowed(program: ScanProgram, time: Size, count: int) -> tuple[ScanProgram
     return narrowed, narrowed.span[1]
 
 
-# `checkpoint_chunked_scan`: a scan whose gradient remembers one carry for each chunk of steps.
-
-
 def checkpoint_chunked_scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: PyTree,

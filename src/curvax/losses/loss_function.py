@@ -309,9 +309,6 @@ class LossFunction(abc.ABC):
         return tuple(self._times(x, mode) for x in arrays)
 
 
-# What losses with targets share: keeping them, and naming them among what they are made of.
-
-
 class WithTargets:
     """To be put before a class of losses: its targets, which may be missing, and its weight."""
 

@@ -355,9 +355,6 @@ def _bind(tag: LossTag, **arrays: Array | None) -> Array:
     return tag.bind(*given.values(), args_names=tuple(given))[0]
 
 
-# What is checked when a loss is registered.
-
-
 def _check_predictions(x: ArrayLike, name: str, *, min_ndim: int = 0) -> Array:
     """Predictions as an array of real floating-point numbers."""
     array = jnp.asarray(x)

@@ -20,15 +20,6 @@ from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
 from curvax.maps.sharding import BatchSharding
 
-# The one loop behind every map.
-#
-# `reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value
-# to a reducer. Successive chunks of one size share one loop body; a chunk that stands alone is run
-# without a loop. Inputs are read, and collected outputs written, in place (`curvax._slicing`), so
-# that besides the inputs and the result only one chunk exists at a time.
-#
-# On a mesh, each device runs the loop on its shard of the examples.
-
 Compute = Callable[[Sequence[Array]], PyTree]
 
 
@@ -68,6 +59,11 @@ def reduce_chunks(
     is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
     computes each chunk again in the backward pass instead of saving what that needs. With a
     `sharding`, under `shard_map`, the arrays are local shards, and the result is of all devices.
+
+    This is the one loop behind every map. Chunks run one after the other. Successive chunks of one
+    size share one loop body; a chunk that stands alone is run without a loop. Inputs are read, and
+    collected outputs written, in place (`curvax._slicing`), so that besides the inputs and the
+    result only one chunk exists at a time.
     """
     value_of = _values(compute, arrays, axes, plan)
 
@@ -167,13 +163,6 @@ def _examples(plan: ChunkPlan, limit: Size | None, has_optional: Array | None) -
     return sum(run.count * run.size for run in plan.runs(limit))
 
 
-# `reduce_batch`: the loop over the chunks of a batch, on one device or on all those of a mesh.
-#
-# On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
-# arrays are sharded along their batch axes, others replicated. How a result is sharded is up to the
-# reducer, which is made for the shapes of a value; so the function is traced first, where it will
-# run, and that is the only time that it is.
-
 Arrays = Sequence[Array]
 
 
@@ -187,6 +176,11 @@ def reduce_batch(
     """Reduce `compute(unbatched, chunk of arrays)` over the chunks of the batch.
 
     `unbatched` are the batch's other arrays, as the device has them that computes.
+
+    On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
+    arrays are sharded along their batch axes, others replicated. How a result is sharded is up to
+    the reducer, which is made for the shapes of a value; so the function is traced first, where it
+    will run, and that is the only time that it is.
     """
     plan, sharding = reduction.plan, reduction.sharding
 

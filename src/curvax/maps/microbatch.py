@@ -168,9 +168,6 @@ def microbatch(
     return microbatched
 
 
-# `reshape_batch_axis`: a batch laid out by microbatches.
-
-
 def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyTree:
     """Split the batch axis of each leaf in two: microbatches, then the examples of each.
 

@@ -74,14 +74,6 @@ class MemoryUsage:
         return "\n".join(f"{name:<15} {format_bytes(count):>12}" for name, count in rows)
 
 
-# A function made into a program: traced, its constants set apart, compiled, and measured.
-#
-# Arrays that a function closes over would be built into its executable, and be counted there among
-# the temporaries. As a `Program` takes them as arguments they are not. It also makes it possible to
-# compile a function that closes over tracers, inside another transformation: the compiler wants
-# to know their shapes only.
-
-
 @dataclass(frozen=True)
 class Executable:
     """A compiled program, what it needs, and the constants it is to be called with."""
@@ -111,7 +103,13 @@ class Executable:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function. `fun` takes `consts`, then leaves like `leaves`, and returns leaves."""
+    """A traced function. `fun` takes `consts`, then leaves like `leaves`, and returns leaves.
+
+    Arrays that a function closes over would be built into its executable, and be counted there
+    among the temporaries. As a `Program` takes them as arguments they are not. It also makes it
+    possible to compile a function that closes over tracers, inside another transformation: the
+    compiler wants to know their shapes only.
+    """
 
     fun: Callable[..., list[Any]]
     consts: tuple[Any, ...]
@@ -176,8 +174,6 @@ class Program:
         usage = MemoryUsage.of(compiled)
         return Executable(compiled, usage, self.consts, jax.tree.structure(self.outputs))
 
-
-# `memory_usage`: what a function needs, without running it.
 
 # As under `jax.jit`, numbers are traced too.
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)

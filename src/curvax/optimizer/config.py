@@ -298,9 +298,6 @@ class OptimizerConfig(KFACConfig):
         return num_devices(self.mesh, axis) if self.shard_state and axis is not None else None
 
 
-# The numbers that are passed to a step.
-
-
 def check_given(name: str, hyperparameter: Hyperparameter, value: Any) -> None:
     """Check that `step` was given a number exactly if the configuration has no other source."""
     if hyperparameter is None:

@@ -17,8 +17,6 @@ from curvax.devices.task_assignment import assign
 from curvax.optimizer.config import PreconditionerConfig
 from curvax.optimizer.state import combined, inner_products, number_type
 
-# What only some steps do.
-
 
 def is_due(step: Any, period: int, phase: int = 0) -> Any:
     """Return whether a step is in this phase of a period."""

@@ -174,13 +174,6 @@ def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
     return [jax.tree.map(own, arg) if k in donated else arg for k, arg in enumerate(args)]
 
 
-# The sizes of microbatches with which all of a step fits a memory budget.
-#
-# Gradient, statistics and exact products plan their microbatches themselves, each within its own
-# budget. A step holds more: gradient and statistics at the same time, inverses, the state. How much
-# more is known once it is compiled. So it is compiled with all that is left for its parts, and only
-# if it needs too much are the parts given less, by as much.
-
 ATTEMPTS = 3
 """Number of budgets for the parts that are tried before the smallest microbatches."""
 
@@ -199,6 +192,11 @@ def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int]) -> Sizes
 
     `left` is the most of it that the parts can have; `needs` compiles the step with some options
     and returns the number of bytes that a call adds.
+
+    Gradient, statistics and exact products plan their microbatches themselves, each within its own
+    budget. A step holds more: gradient and statistics at the same time, inverses, the state. How
+    much more is known once it is compiled. So it is compiled with all that is left for its parts,
+    and only if it needs too much are the parts given less, by as much.
     """
     known: dict[int, int] = {}
     for _ in range(ATTEMPTS):

@@ -45,12 +45,6 @@ from numpy.typing import NDArray
 
 from curvax._errors import check_size, where
 
-# What a store on disk says of itself in its `zarr.json` files, and whether that can be relied on.
-#
-# Which computation a store belongs to is in the attributes of its root, under "curvax". Each
-# `zarr.json` also has a SHA-256 of itself there, so that one that is damaged is told from one of
-# something else.
-
 FORMAT = 2
 
 MARKS = "crc32c"
@@ -84,7 +78,12 @@ def check_specs(specs: Sequence[ArraySpec], axis: str, length: int) -> None:
 def metadata_of(
     specs: tuple[ArraySpec, ...], axis: str, length: int, fingerprint: str
 ) -> dict[str, Any]:
-    """What a store says of itself, but for the block size."""
+    """What a store says of itself, but for the block size.
+
+    Which computation a store belongs to is in the attributes of its root, under "curvax". Each
+    `zarr.json` also has a SHA-256 of itself there, so that one that is damaged is told from one of
+    something else.
+    """
     arrays = [
         {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype)} for spec in specs
     ]
