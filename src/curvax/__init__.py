@@ -68,9 +68,12 @@ from curvax.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
     OneHotCategoricalLogitsNegativeLogProbLoss,
 )
-from curvax.losses.loss_function import LossFunction
+from curvax.losses.loss_function import (
+    DistributionNegativeLogProbLoss,
+    LossFunction,
+    NegativeLogProbLoss,
+)
 from curvax.losses.multi_bernoulli import MultiBernoulliNegativeLogProbLoss
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss, NegativeLogProbLoss
 from curvax.losses.normal_mean import NormalMeanNegativeLogProbLoss
 from curvax.losses.normal_mean_variance import NormalMeanVarianceNegativeLogProbLoss
 from curvax.losses.registration import (

@@ -466,39 +466,3 @@ def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
     for index, leaf in zip(changing, own, strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def zero_after(tree: PyTree) -> Array:
-    """Return zero, which the compiler cannot compute before it has the arrays of the tree.
-
-    Plain: `jnp.int32(0)`. What depends on it is computed after them, so that the temporaries of
-    both are not alive together. XLA drops optimization barriers before it orders a program, so it
-    takes a number that XLA does not know: here, whether an element is one NaN payload that no
-    computation makes. Arrays that are sharded by their types are skipped. Other than the rest of
-    this file it is used on every platform, as a bound on memory is a promise there, too.
-    Measured for a map over two chunks: 0.5 of the temporaries.
-    """
-    if is_forced_plain("zero_after"):
-        return jnp.zeros((), jnp.int32)
-    for leaf in jax.tree.leaves(tree):
-        plain = _jax.sharding_of(leaf) is None and not _jax.is_varying(leaf)
-        bits = _PAYLOADS.get(str(leaf.dtype))
-        if plain and bits is not None and leaf.size:
-            element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
-            pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
-            return (pattern == bits).astype(jnp.int32)
-    return jnp.zeros((), jnp.int32)
-
-
-def is_order_marker(bits: Any) -> bool:
-    """Return whether these are the bits of the NaN with which `zero_after` compares."""
-    dtype = getattr(bits, "dtype", None)
-    return any(dtype == each.dtype and bool(bits == each) for each in _PAYLOADS.values())
-
-
-_PAYLOADS = {
-    "float16": np.uint16(0x7D5A),
-    "bfloat16": np.uint16(0x7FA5),
-    "float32": np.uint32(0x7FA5A5A5),
-    "float64": np.uint64(0x7FF5A5A5A5A5A5A5),
-}

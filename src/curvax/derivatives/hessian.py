@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from curvax import _cpu, _jax
+from curvax import _jax, _slicing
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     ADVICE_WITH_DISK,
@@ -493,7 +493,7 @@ def compute_triangle(
 
         at = {leaf: leaves[leaf] for leaf in group}
         product, aux = linear_map(jax.linearize, gradient, at, has_aux)
-        part, zero = point.part(group), _cpu.zero_after(None if written is None else written[1])
+        part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
             # After the groups before, of which nothing is held any more but the matrix.
@@ -546,7 +546,7 @@ class _Mirrored:
         # An element that is computed; left of the group's own columns it may be a constant zero.
         return matrix, rows[:1, self.start : self.start + 1]
 
-    def finalize(self, carry: _Written, examples: Size, sharding: None) -> _Written:
+    def finalize(self, carry: _Written, examples: Size, sharding: object) -> _Written:
         del examples, sharding
         return carry
 

@@ -16,8 +16,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.losses.distributions import Categorical, OneHotCategorical
-from curvax.losses.loss_function import WithTargets, widened
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
 
 
 class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.losses.distributions import Bernoulli
-from curvax.losses.loss_function import WithTargets, widened
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
 
 
 class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array, at_least_single
 from curvax.losses.distributions import Normal
-from curvax.losses.loss_function import WithTargets, over_examples
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, over_examples
 
 
 class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

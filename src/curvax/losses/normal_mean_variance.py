@@ -15,8 +15,13 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.losses.distributions import Normal
-from curvax.losses.loss_function import Shape, WithTargets, columns, widened
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
+from curvax.losses.loss_function import (
+    DistributionNegativeLogProbLoss,
+    Shape,
+    WithTargets,
+    columns,
+    widened,
+)
 
 
 class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

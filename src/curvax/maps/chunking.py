@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvax import _cpu, _jax, _slicing
+from curvax import _jax, _slicing
 from curvax._types import Array, Axes, Carry, Fun, Order, PyTree, Size, VmapFn
 from curvax.maps.accumulators import AccumulationType, Accumulator, Reducer, Reduction
 from curvax.maps.arguments import Batch
@@ -136,7 +136,7 @@ def _run_all(
             chunk = Chunk(plan, run, number if handed_on else index)
             value = value_of(chunk)
             if handed_on:
-                number = number + 1 + (_cpu.zero_after(value) if run.count == 1 else 0)
+                number = number + 1 + (_slicing.zero_after(value) if run.count == 1 else 0)
             return number, reducer.update(carry, value, chunk)
 
         last = run.first + run.count

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from curvax import _cpu, _jax
+from curvax import _jax, _slicing
 from curvax.layers.detection.axes import Atom
 from curvax.layers.detection.example_rules import (
     INTERACT,
@@ -405,7 +405,7 @@ class _Walk:
 
 
 def _is_special(operand: Operand) -> bool:
-    return isinstance(operand, Constant) and _cpu.is_order_marker(operand.value)
+    return isinstance(operand, Constant) and _slicing.is_order_marker(operand.value)
 
 
 _same = lambda x: x
