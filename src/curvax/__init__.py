@@ -43,9 +43,13 @@ from curvax.curvature.verification import VerificationReport, verify_curvature
 from curvax.derivatives.disk.store import DamagedStoreWarning
 from curvax.derivatives.fisher_information import fisher_information
 from curvax.derivatives.gauss_newton import gauss_newton
-from curvax.derivatives.hessian import hessian, hessian_blocks, hessian_diagonal
-from curvax.derivatives.jacobian import jacobian
-from curvax.derivatives.pytree import hessian_to_pytree, jacobian_to_pytree
+from curvax.derivatives.hessian import (
+    hessian,
+    hessian_blocks,
+    hessian_diagonal,
+    hessian_to_pytree,
+)
+from curvax.derivatives.jacobian import jacobian, jacobian_to_pytree
 from curvax.layers.patterns import DEFAULT_GRAPH_PATTERNS, GraphMatcherComparator, GraphPattern
 from curvax.layers.registration import RegistrationError, TaggedFunction, auto_register_tags
 from curvax.layers.report import ParameterRow, RegistrationReport, explain_registration
@@ -74,8 +78,10 @@ from curvax.losses.loss_function import (
     NegativeLogProbLoss,
 )
 from curvax.losses.multi_bernoulli import MultiBernoulliNegativeLogProbLoss
-from curvax.losses.normal_mean import NormalMeanNegativeLogProbLoss
-from curvax.losses.normal_mean_variance import NormalMeanVarianceNegativeLogProbLoss
+from curvax.losses.normal import (
+    NormalMeanNegativeLogProbLoss,
+    NormalMeanVarianceNegativeLogProbLoss,
+)
 from curvax.losses.registration import (
     register_categorical_predictive_distribution,
     register_loss,

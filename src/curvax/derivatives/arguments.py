@@ -249,6 +249,14 @@ class Point:
         ]
         return jax.tree.unflatten(self.structure, parts)
 
+    def split(self, array: Array) -> PyTree:
+        """Return an array whose last axis is over all coordinates as a pytree like the point."""
+        parts = [
+            array[..., start : start + size].reshape((*array.shape[:-1], *shape))
+            for start, size, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, parts)
+
     def flatten(self, tree: PyTree) -> Array:
         """Return a pytree like the point as a vector over all coordinates."""
         leaves = [leaf.reshape(-1).astype(self.dtype) for leaf in jax.tree.leaves(tree)]

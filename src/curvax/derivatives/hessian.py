@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from curvax import _jax, _slicing
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     ADVICE_WITH_DISK,
@@ -413,6 +414,42 @@ def hessian_blocks(
         key = "hessian_blocks", checkpoint
         blocks, _ = run_blocks(problem, [traced], x, options, block_size, length, progress, key=key)
     return jax.tree.unflatten(point.structure, blocks)
+
+
+def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
+    """Return an (n, n) matrix over the coordinates of `x` as a pytree of pytrees, as `jax.hessian`.
+
+    Arguments:
+        H: a matrix over the coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`,
+            as `hessian` and `gauss_newton` return it.
+        x: the pytree, or one like it.
+
+    Returns:
+        A pytree with the structure of `x` twice: the block of leaves i and j has the shape
+        `leaf_i.shape + leaf_j.shape`.
+
+    Raises:
+        ValueError: if `H` is not of shape (n, n).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> x = {"a": jnp.ones(2), "b": 1.0}
+        >>> H, _ = curvax.hessian(lambda x: jnp.sum(x["a"]) * x["b"], x)
+        >>> curvax.hessian_to_pytree(H, x)["a"]["b"]
+        Array([1., 1.], dtype=float32)
+    """
+    point = Point.of(x)
+    if jnp.shape(H) != (point.size, point.size):
+        raise ValueError(
+            f"{where()}: x has {point.size} coordinates, so H must have the shape ({point.size}, "
+            f"{point.size}), got {jnp.shape(H)}."
+        )
+    rows = [
+        H[start : start + size].reshape((*shape, point.size))
+        for start, size, shape in zip(point.offsets, point.sizes, point.shapes, strict=True)
+    ]
+    return jax.tree.unflatten(point.structure, [point.split(row) for row in rows])
 
 
 def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedFunction:

@@ -202,6 +202,39 @@ def jacobian(
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
 
 
+def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
+    """Return a Jacobian over the coordinates of `x` as pytrees like `x`, as `jax.jacobian` does.
+
+    Arguments:
+        J: an array with a last axis over the coordinates of `x`, or a pytree of these, as
+            `jacobian` returns it.
+        x: the pytree, or one like it.
+
+    Returns:
+        The structure of `J` with that of `x` in place of each array, whose leaves have the shapes
+        `array.shape[:-1] + leaf.shape`.
+
+    Raises:
+        ValueError: if the last axis of an array is not over the coordinates of `x`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> x = {"a": jnp.ones(2), "b": 1.0}
+        >>> J, _ = curvax.jacobian(lambda x: x["a"] * x["b"], x)
+        >>> curvax.jacobian_to_pytree(J, x)["b"]
+        Array([1., 1.], dtype=float32)
+    """
+    point = Point.of(x)
+    for array in jax.tree.leaves(J):
+        if jnp.shape(array)[-1:] != (point.size,):
+            raise ValueError(
+                f"{where()}: x has {point.size} coordinates, so the last axis of each array of J "
+                f"must have that length, got the shape {jnp.shape(array)}."
+            )
+    return jax.tree.map(point.split, J)
+
+
 def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:
     def prepare(x: PyTree) -> tuple[Any, PyTree]:
         return linear_map(jax.linearize, jax.checkpoint(f) if checkpoint else f, x, has_aux)

@@ -21,7 +21,7 @@ from curvax.losses.categorical import (
 from curvax.losses.function_loss import tag_of
 from curvax.losses.loss_function import widened
 from curvax.losses.multi_bernoulli import MultiBernoulliNegativeLogProbLoss
-from curvax.losses.normal_mean import NormalMeanNegativeLogProbLoss
+from curvax.losses.normal import NormalMeanNegativeLogProbLoss
 from curvax.losses.tag import LossTag
 
 normal_mean_tag = LossTag(
