@@ -18,9 +18,8 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.microbatching import axes_of
-from curvax.curvature.state_sharding import ShardedCurvature, check_rows, num_shards, state_specs
+from curvax.curvature.state_sharding import state_specs
 from curvax.devices.agreement import NewShapes
 from curvax.devices.mesh_axis import MeshAxis, check_is_mesh, is_committed
 
@@ -40,30 +39,6 @@ def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
             f"pmap_axis_name={pmap_axis_name!r}. Say by pmap_axis_name along which of them batches "
             f"are split."
         )
-
-
-def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
-    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
-    found = num_shards(state)
-    if not isinstance(estimator, ShardedCurvature):
-        if found is not None:
-            raise ValueError(
-                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
-                f"devices. Say shard_state=True here, too, or gather it: "
-                f"state = optimizer.whole_state(state)."
-            )
-        return
-    if found is None:
-        raise ValueError(
-            f"{where()}: the state was made without shard_state=True, and is replicated. "
-            f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."
-        )
-    if found != estimator.num_devices:
-        raise ValueError(
-            f"{where()}: the state is sharded over {found} devices, but here are "
-            f"{estimator.num_devices}. Shard it again: state = optimizer.split_state(state)."
-        )
-    check_rows(estimator, state)
 
 
 def axis_of(mesh: Mesh | None, pmap_axis_name: str) -> str:

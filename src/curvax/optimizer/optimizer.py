@@ -20,6 +20,8 @@ from curvax.curvature.batch_size import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.state_sharding import (
     ShardedCurvature,
+    check_rows,
+    num_shards,
     split_state,
     state_specs,
     whole_state,
@@ -27,7 +29,7 @@ from curvax.curvature.state_sharding import (
 from curvax.devices.mesh_axis import to_host
 from curvax.optimizer.config import Number, OptimizerConfig, Schedule, as_scalar, check_given
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
-from curvax.optimizer.data_parallel import DataParallel, check_sharding, without_places
+from curvax.optimizer.data_parallel import DataParallel, without_places
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
 from curvax.optimizer.preconditioner import l2_matrix
 from curvax.optimizer.programs import Programs, check_alive, is_traced
@@ -802,7 +804,7 @@ class Optimizer:
         """Return the pure functions, after checking that the state is sharded as they expect."""
         _check_state(state)
         core = self.finalize(params, rng, batch, func_state)
-        check_sharding(core.preconditioner.estimator, state.estimator_state)
+        _check_sharding(core.preconditioner.estimator, state.estimator_state)
         return core
 
     def _within_budget(self, args: Mapping[str, Any]) -> tuple[str, KFAC]:
@@ -867,3 +869,27 @@ def _check_state(state: Any) -> None:
             f"{where()}: state must be one that init returned, got {type(state).__name__}. "
             f"Make one: state = optimizer.init(params, rng, batch)."
         )
+
+
+def _check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
+    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
+    found = num_shards(state)
+    if not isinstance(estimator, ShardedCurvature):
+        if found is not None:
+            raise ValueError(
+                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
+                f"devices. Say shard_state=True here, too, or gather it: "
+                f"state = optimizer.whole_state(state)."
+            )
+        return
+    if found is None:
+        raise ValueError(
+            f"{where()}: the state was made without shard_state=True, and is replicated. "
+            f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."
+        )
+    if found != estimator.num_devices:
+        raise ValueError(
+            f"{where()}: the state is sharded over {found} devices, but here are "
+            f"{estimator.num_devices}. Shard it again: state = optimizer.split_state(state)."
+        )
+    check_rows(estimator, state)
