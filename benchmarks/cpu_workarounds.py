@@ -1,10 +1,12 @@
 """What each workaround of `curvax._cpu` gains over the plain formulation that it equals.
 
 The claim for each of them: it takes at most 0.95 of the time to compile, of the time to run or of
-the temporaries of the plain formulation (at least one of the three). Programs are those of a step
+the temporaries of the plain formulation (at least one of the three). All together they save as much
+of the time of steps, and do not delay the first one by more than 5 %. Programs are those of a step
 of K-FAC for the autoencoder of kfac_step.py: its 16 factors, from 30 to 1001 rows. Times are CPU
 time of all threads, as the machine is shared; a thread that waits busily counts. Batched
 factorisations are not timed, as the plain formulation may never end: it is shown whether it does.
+`zero_after` is used on all platforms; it is measured here with the others.
 """
 
 import itertools
@@ -23,11 +25,12 @@ import numpy as np
 from _measure import MEGABYTE, Report, begin
 
 import curvax
-from curvax import _cpu
+from curvax import _cpu, _slicing
 from curvax.curvature.linalg.psd import psd_power
 
 PACKAGES = ["curvax", "jax", "jaxlib"]
 GAIN = 0.95
+DELAY = 1.05
 KILOBYTE = 1000  # Below that, it does not matter.
 WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
 
@@ -55,10 +58,6 @@ def factors(widths: Sequence[int]) -> list[jax.Array]:
     return [x.T @ x / 500 + 0.1 * jnp.eye(x.shape[1]) for x in examples(widths)]
 
 
-def moments(widths: Sequence[int]) -> Program:
-    return lambda xs: [_cpu.symmetric_product(x) for x in xs], (examples(widths),)
-
-
 def inverses(widths: Sequence[int]) -> Program:
     return lambda xs: [psd_power(x, 0.1, -1) for x in xs], (factors(widths),)
 
@@ -81,7 +80,6 @@ def two_chunks(widths: Sequence[int]) -> Program:
 
 
 CASES = [
-    Case(["symmetric_product"], "second moments of 500 examples", moments),
     Case(["all_finite"], "whether factors are finite", check),
     Case(["run_if"], "a state that stays as it is", skipped),
     Case(["zero_after"], "a map over two chunks", two_chunks),
@@ -102,13 +100,16 @@ def compiled(program: Program, plain: frozenset[str]) -> Compiled:
     """Trace and compile a program with the plain formulation of some workarounds."""
     function, args = program
     before, _cpu.PLAIN = _cpu.PLAIN, plain
+    order = _slicing.zero_after
+    if "zero_after" in plain:
+        _slicing.zero_after = lambda tree: jnp.int32(0)
     try:
         jax.clear_caches()
         begin = time.process_time()
         found = jax.jit(lambda *args: function(*args)).lower(*args).compile()
         seconds = time.process_time() - begin
     finally:
-        _cpu.PLAIN = before
+        _cpu.PLAIN, _slicing.zero_after = before, order
     analysis = found.memory_analysis()
     return Compiled(lambda: found(*args), seconds, analysis.temp_size_in_bytes if analysis else 0)
 
@@ -209,9 +210,9 @@ def steps(report: Report) -> None:
     report.table(["", "first step [CPU s]", "mean of five steps [CPU ms]"], rows)
     sooner, faster = (found["with"][k] / found["plain"][k] for k in (0, 1))
     report.claim_time(
-        f"all workarounds: {sooner:.2f} of the time of a first step, {faster:.2f} of that of the "
-        f"following ones (both at most {GAIN})",
-        max(sooner, faster) <= GAIN,
+        f"all workarounds: {sooner:.2f} of the time of a first step (at most {DELAY}), "
+        f"{faster:.2f} of that of the following ones (at most {GAIN})",
+        sooner <= DELAY and faster <= GAIN,
     )
     report.say()
 

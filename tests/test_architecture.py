@@ -23,11 +23,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "curvax"
 
 FOUNDATION = {
     "_types": set(),
-    "_dtypes": {"_types"},
     "_errors": set(),
-    "_table": set(),
+    "_reports": set(),
     "_jax": {"_types"},
-    "_tag": {"_jax"},
     "_tree": {"_types", "_jax"},
     "_slicing": {"_types", "_jax"},
     "_cpu": {"_types", "_jax"},
@@ -51,15 +49,11 @@ SUBPACKAGES = {
 }
 # The public API may use everything; nothing may use the public API.
 ROOT = "__init__"
-PLOTS = "_plots"
 MAY_USE = (
     FOUNDATION
-    | {PLOTS: set()}
     | {package: uses | FOUNDATION.keys() for package, uses in PACKAGES.items()}
     | {ROOT: FOUNDATION.keys() | PACKAGES.keys()}
 )
-# A result's `plot()` imports the plots when it is called, from wherever the result lives.
-ANYONE_MAY_USE_LAZILY = {PLOTS}
 
 # What moves from one JAX release to the next, and the one package that may know about it.
 UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version__"}
@@ -69,28 +63,22 @@ RE_EXPORT = {"", KNOWS_JAX}
 
 
 class Import(NamedTuple):
-    """One imported dotted name, and whether only a function body imports it."""
+    """One imported dotted name."""
 
     line: int
     name: str
-    lazy: bool
 
 
 def imports(tree: ast.Module, package: list[str]) -> Iterator[Import]:
     """Every name `tree` imports, relative ones resolved against the `package` it lies in."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    inside_functions = {
-        node for f in ast.walk(tree) if isinstance(f, functions) for node in ast.walk(f)
-    }
     for node in ast.walk(tree):
-        lazy = node in inside_functions
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name, lazy) for alias in node.names)
+            yield from (Import(node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = [*base, node.module] if node.module else base
             for alias in node.names:
-                yield Import(node.lineno, ".".join([*base, alias.name]), lazy)
+                yield Import(node.lineno, ".".join([*base, alias.name]))
 
 
 def package_of(dotted: list[str]) -> str:
@@ -106,13 +94,12 @@ def wrong_directions(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple
         yield 1, f"'{own}' is in no table; add it to the architecture or put its code in a package"
         return
     subpackage = ".".join(inside[:2])
-    for line, name, lazy in imports(tree, [root.name, *inside[:-1]]):
+    for line, name in imports(tree, [root.name, *inside[:-1]]):
         package, *target = name.split(".")
         if package != root.name:
             continue
         used = package_of(target)
-        lazily_allowed = lazy and used in ANYONE_MAY_USE_LAZILY
-        if used != own and used not in MAY_USE[own] and not lazily_allowed:
+        if used != own and used not in MAY_USE[own]:
             allowed = ", ".join(sorted(MAY_USE[own])) or "nothing"
             yield line, f"imports {name}, but '{own}' may use only: {allowed}"
         sibling = ".".join(target[:2])
@@ -124,7 +111,7 @@ def wrong_directions(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple
 def private_names(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Imports of what another module keeps to itself."""
     inside = path.relative_to(root).with_suffix("").parts
-    for line, name, _ in imports(tree, [root.name, *inside[:-1]]):
+    for line, name in imports(tree, [root.name, *inside[:-1]]):
         *module, last = name.split(".")
         if module and module[0] == root.name and last.startswith("_") and len(module) > 1:
             yield line, f"imports {name}, which is private to {'.'.join(module)}"
@@ -145,7 +132,7 @@ def unstable_jax(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int
     inside = path.relative_to(root).with_suffix("").parts
     if inside[0] == KNOWS_JAX:
         return
-    names = [(line, name) for line, name, _ in imports(tree, [root.name, *inside[:-1]])]
+    names = [*imports(tree, [root.name, *inside[:-1]])]
     names += [(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if is_chain(node)]
     for line, name in names:
         package, _, rest = name.partition(".")
@@ -234,7 +221,7 @@ ALLOWED = {
     "_tree.py": "from ._jax import jaxpr_types",
     "maps/__init__.py": "",
     "maps/vmap.py": "from .. import _tree, memory\nfrom .plan import ChunkPlan\nimport jax",
-    "maps/plan.py": "from curvax._slicing import Rows\ndef plot():\n    from curvax import _plots",
+    "maps/plan.py": "from curvax import _slicing\ndef plot():\n    from curvax import _reports",
     "curvature/blocks/full.py": "from curvax.curvature.linalg.psd import power",
 }
 
@@ -254,7 +241,7 @@ def test_the_checker_accepts_what_the_table_allows(tmp_path):
         ("loops/deep/scan.py", "from ... import maps", "imports curvax.maps"),
         ("loops/scan.py", "from curvax import chunked_vmap", "imports curvax.chunked_vmap"),
         ("loops/scan.py", "import curvax", "imports curvax,"),
-        ("loops/scan.py", "from curvax import _plots", "imports curvax._plots"),
+        ("_tree.py", "def show():\n    from curvax import _reports", "imports curvax._reports"),
         ("_types.py", "from curvax import _jax", "imports curvax._jax"),
         ("_tree.py", "from ._slicing import read", "imports curvax._slicing.read"),
         ("_jax.py", "from .memory import plan", "imports curvax.memory.plan"),

@@ -3,161 +3,106 @@
 from curvax import _jax as _jax  # First: it refuses a JAX that is too old.
 
 # isort: split
-from curvax._tree import Static as Static
-from curvax.curvature.batch import default_batch_size_extractor as default_batch_size_extractor
-from curvax.curvature.block_diagonal import (
-    BlockDiagonalCurvature as BlockDiagonalCurvature,
-    CurvatureReport as CurvatureReport,
-)
-from curvax.curvature.blocks.base import CurvatureBlock as CurvatureBlock
+from curvax._tree import Static
+from curvax.curvature.batch import default_batch_size_extractor
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature, CurvatureReport
+from curvax.curvature.blocks.base import CurvatureBlock
 from curvax.curvature.blocks.diagonal import (
-    Conv2DDiagonal as Conv2DDiagonal,
-    DenseDiagonal as DenseDiagonal,
-    Diagonal as Diagonal,
-    NaiveDiagonal as NaiveDiagonal,
-    ScaleAndShiftDiagonal as ScaleAndShiftDiagonal,
+    Conv2DDiagonal,
+    DenseDiagonal,
+    Diagonal,
+    NaiveDiagonal,
+    ScaleAndShiftDiagonal,
 )
-from curvax.curvature.blocks.ekfac import Conv2DEKFAC as Conv2DEKFAC, DenseEKFAC as DenseEKFAC
-from curvax.curvature.blocks.full import (
-    Conv2DFull as Conv2DFull,
-    DenseFull as DenseFull,
-    Full as Full,
-    NaiveFull as NaiveFull,
-    ScaleAndShiftFull as ScaleAndShiftFull,
-)
+from curvax.curvature.blocks.ekfac import Conv2DEKFAC, DenseEKFAC
+from curvax.curvature.blocks.full import Conv2DFull, DenseFull, Full, NaiveFull, ScaleAndShiftFull
 from curvax.curvature.blocks.kronecker import (
-    Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
-    ConvTwoKroneckerFactored as ConvTwoKroneckerFactored,
-    DenseTwoKroneckerFactored as DenseTwoKroneckerFactored,
-    EmbeddingTwoKroneckerFactored as EmbeddingTwoKroneckerFactored,
-    TwoKroneckerFactored as TwoKroneckerFactored,
+    Conv2DTwoKroneckerFactored,
+    ConvTwoKroneckerFactored,
+    DenseTwoKroneckerFactored,
+    EmbeddingTwoKroneckerFactored,
+    TwoKroneckerFactored,
 )
-from curvax.curvature.blocks.scaled_identity import ScaledIdentity as ScaledIdentity
+from curvax.curvature.blocks.scaled_identity import ScaledIdentity
 from curvax.curvature.blocks.settings import (
-    get_default_eigen_decomposition_threshold as get_default_eigen_decomposition_threshold,
-    get_default_tag_to_block_ctor as get_default_tag_to_block_ctor,
-    get_max_parallel_elements as get_max_parallel_elements,
-    set_default_eigen_decomposition_threshold as set_default_eigen_decomposition_threshold,
-    set_default_tag_to_block_ctor as set_default_tag_to_block_ctor,
-    set_max_parallel_elements as set_max_parallel_elements,
+    get_default_eigen_decomposition_threshold,
+    get_default_tag_to_block_ctor,
+    get_max_parallel_elements,
+    set_default_eigen_decomposition_threshold,
+    set_default_tag_to_block_ctor,
+    set_max_parallel_elements,
 )
-from curvax.curvature.estimator import CurvatureEstimator as CurvatureEstimator
-from curvax.curvature.explicit import ExplicitExactCurvature as ExplicitExactCurvature
-from curvax.curvature.implicit import ImplicitExactCurvature as ImplicitExactCurvature
-from curvax.curvature.linalg.moving_average import WeightedMovingAverage as WeightedMovingAverage
-from curvax.curvature.linear_operator import (
-    CurvatureOperator as CurvatureOperator,
-    as_linear_operator as as_linear_operator,
-)
-from curvax.curvature.patches.moments import (
-    patches_moments as patches_moments,
-    patches_moments_explicit as patches_moments_explicit,
-)
-from curvax.curvature.spectral_density import (
-    SpectralDensity as SpectralDensity,
-    spectral_density as spectral_density,
-)
-from curvax.curvature.verification import (
-    VerificationReport as VerificationReport,
-    verify_curvature as verify_curvature,
-)
-from curvax.derivatives.disk.store import DamagedStoreWarning as DamagedStoreWarning
-from curvax.derivatives.fisher_information import fisher_information as fisher_information
-from curvax.derivatives.gauss_newton import gauss_newton as gauss_newton
+from curvax.curvature.estimator import CurvatureEstimator
+from curvax.curvature.explicit import ExplicitExactCurvature
+from curvax.curvature.implicit import ImplicitExactCurvature
+from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linear_operator import CurvatureOperator, as_linear_operator
+from curvax.curvature.patches.moments import patches_moments, patches_moments_explicit
+from curvax.curvature.spectral_density import SpectralDensity, spectral_density
+from curvax.curvature.verification import VerificationReport, verify_curvature
+from curvax.derivatives.disk.store import DamagedStoreWarning
+from curvax.derivatives.fisher_information import fisher_information
+from curvax.derivatives.gauss_newton import gauss_newton
 from curvax.derivatives.hessian import (
-    hessian as hessian,
-    hessian_blocks as hessian_blocks,
-    hessian_diagonal as hessian_diagonal,
+    hessian,
+    hessian_blocks,
+    hessian_diagonal,
+    hessian_to_pytree,
 )
-from curvax.derivatives.jacobian import jacobian as jacobian
-from curvax.derivatives.pytree import (
-    hessian_to_pytree as hessian_to_pytree,
-    jacobian_to_pytree as jacobian_to_pytree,
-)
-from curvax.layers.patterns import (
-    DEFAULT_GRAPH_PATTERNS as DEFAULT_GRAPH_PATTERNS,
-    GraphMatcherComparator as GraphMatcherComparator,
-    GraphPattern as GraphPattern,
-)
-from curvax.layers.registration import (
-    RegistrationError as RegistrationError,
-    TaggedFunction as TaggedFunction,
-    auto_register_tags as auto_register_tags,
-)
-from curvax.layers.report import (
-    ParameterRow as ParameterRow,
-    RegistrationReport as RegistrationReport,
-    explain_registration as explain_registration,
-)
+from curvax.derivatives.jacobian import jacobian, jacobian_to_pytree
+from curvax.layers.patterns import DEFAULT_GRAPH_PATTERNS, GraphMatcherComparator, GraphPattern
+from curvax.layers.registration import RegistrationError, TaggedFunction, auto_register_tags
+from curvax.layers.report import ParameterRow, RegistrationReport, explain_registration
 from curvax.layers.tags import (
-    LayerTag as LayerTag,
-    register_conv as register_conv,
-    register_conv2d as register_conv2d,
-    register_dense as register_dense,
-    register_embedding as register_embedding,
-    register_generic as register_generic,
-    register_scale_and_shift as register_scale_and_shift,
+    LayerTag,
+    register_conv,
+    register_conv2d,
+    register_dense,
+    register_embedding,
+    register_generic,
+    register_scale_and_shift,
 )
-from curvax.layers.tracing.layer_inputs import layer_tags_vjp as layer_tags_vjp
-from curvax.layers.tracing.loss_derivatives import (
-    loss_tags_hvp as loss_tags_hvp,
-    loss_tags_jvp as loss_tags_jvp,
-    loss_tags_vjp as loss_tags_vjp,
-)
-from curvax.layers.tracing.loss_map import ProcessedJaxpr as ProcessedJaxpr
-from curvax.layers.tracing.statistics import layer_statistics as layer_statistics
-from curvax.loops.checkpointed_scan import (
-    checkpoint_chunked_scan as checkpoint_chunked_scan,
-    checkpointed_scan as checkpointed_scan,
-)
-from curvax.loops.sliced_scan import sliced_scan as sliced_scan
+from curvax.layers.tracing.layer_inputs import layer_tags_vjp
+from curvax.layers.tracing.loss_derivatives import loss_tags_hvp, loss_tags_jvp, loss_tags_vjp
+from curvax.layers.tracing.loss_map import ProcessedJaxpr
+from curvax.layers.tracing.statistics import layer_statistics
+from curvax.loops.checkpointed_scan import checkpoint_chunked_scan, checkpointed_scan
+from curvax.loops.sliced_scan import sliced_scan
 from curvax.losses.categorical import (
-    CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
-    OneHotCategoricalLogitsNegativeLogProbLoss as OneHotCategoricalLogitsNegativeLogProbLoss,
+    CategoricalLogitsNegativeLogProbLoss,
+    OneHotCategoricalLogitsNegativeLogProbLoss,
 )
-from curvax.losses.function_loss import register_loss as register_loss
-from curvax.losses.loss_function import LossFunction as LossFunction
-from curvax.losses.multi_bernoulli import (
-    MultiBernoulliNegativeLogProbLoss as MultiBernoulliNegativeLogProbLoss,
+from curvax.losses.loss_function import (
+    DistributionNegativeLogProbLoss,
+    LossFunction,
+    NegativeLogProbLoss,
 )
-from curvax.losses.negative_log_prob import (
-    DistributionNegativeLogProbLoss as DistributionNegativeLogProbLoss,
-    NegativeLogProbLoss as NegativeLogProbLoss,
-)
-from curvax.losses.normal_mean import NormalMeanNegativeLogProbLoss as NormalMeanNegativeLogProbLoss
-from curvax.losses.normal_mean_variance import (
-    NormalMeanVarianceNegativeLogProbLoss as NormalMeanVarianceNegativeLogProbLoss,
+from curvax.losses.multi_bernoulli import MultiBernoulliNegativeLogProbLoss
+from curvax.losses.normal import (
+    NormalMeanNegativeLogProbLoss,
+    NormalMeanVarianceNegativeLogProbLoss,
 )
 from curvax.losses.registration import (
-    register_categorical_predictive_distribution as register_categorical_predictive_distribution,
-    register_multi_bernoulli_predictive_distribution as register_multi_bernoulli_predictive_distribution,  # noqa: E501
-    register_normal_predictive_distribution as register_normal_predictive_distribution,
-    register_sigmoid_cross_entropy_loss as register_sigmoid_cross_entropy_loss,
-    register_softmax_cross_entropy_loss as register_softmax_cross_entropy_loss,
-    register_squared_error_loss as register_squared_error_loss,
+    register_categorical_predictive_distribution,
+    register_loss,
+    register_multi_bernoulli_predictive_distribution,
+    register_normal_predictive_distribution,
+    register_sigmoid_cross_entropy_loss,
+    register_softmax_cross_entropy_loss,
+    register_squared_error_loss,
 )
-from curvax.losses.tag import LossTag as LossTag
-from curvax.maps.accumulators import (
-    AccumulationType as AccumulationType,
-    Accumulator as Accumulator,
-)
-from curvax.maps.chunked_vmap import chunked_vmap as chunked_vmap
-from curvax.maps.micro_grad import PerExample as PerExample, micro_grad as micro_grad
-from curvax.maps.micro_vmap import micro_vmap as micro_vmap
-from curvax.maps.microbatch import (
-    microbatch as microbatch,
-    reshape_batch_axis as reshape_batch_axis,
-)
-from curvax.memory.budget import (
-    MemoryBudgetError as MemoryBudgetError,
-    available_memory as available_memory,
-    parse_memory as parse_memory,
-)
-from curvax.memory.compiled import recorded_plans as recorded_plans
-from curvax.memory.plan import MemoryPlan as MemoryPlan, plan_batch_size as plan_batch_size
-from curvax.memory.usage import MemoryUsage as MemoryUsage, memory_usage as memory_usage
-from curvax.optimizer.optax import kfac as kfac, scale_by_kfac as scale_by_kfac
-from curvax.optimizer.optimizer import Optimizer as Optimizer
+from curvax.losses.tag import LossTag
+from curvax.maps.accumulators import AccumulationType, Accumulator
+from curvax.maps.chunked_vmap import chunked_vmap
+from curvax.maps.micro_grad import PerExample, micro_grad
+from curvax.maps.micro_vmap import micro_vmap
+from curvax.maps.microbatch import microbatch, reshape_batch_axis
+from curvax.memory.budget import MemoryBudgetError, available_memory, parse_memory
+from curvax.memory.compiled import recorded_plans
+from curvax.memory.plan import MemoryPlan, plan_batch_size
+from curvax.memory.usage import MemoryUsage, memory_usage
+from curvax.optimizer.optax import kfac, scale_by_kfac
+from curvax.optimizer.optimizer import Optimizer
 
 __version__ = "0.1.0"
 

@@ -31,20 +31,6 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 
-__all__ = [
-    "all_finite",
-    "compiled_once",
-    "inverse_root",
-    "is_order_marker",
-    "one_by_one",
-    "pad_to_tiles",
-    "positive_inverse",
-    "row_products",
-    "run_if",
-    "symmetric_product",
-    "zero_after",
-]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -89,8 +75,8 @@ def compiled_once(function: Callable[..., T]) -> Callable[..., T]:
 
     Plain: `jax.jit(function)`, which XLA inlines at each call and fuses with what is around it, so
     that each call has kernels of its own. Keyword-only arguments are static.
-    Measured for the inverses of 16 factors: 0.7 of the time to compile, 0.2 of the temporaries
-    (14 MB instead of 70).
+    Measured for the inverses of 16 factors: 0.7 of the time to compile, 0.6 of the time to run, 0.2
+    of the temporaries (14 MB instead of 70).
     """
     parameters = inspect.signature(function).parameters.values()
     static_names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -118,7 +104,8 @@ def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
     more wait for them. In a program with several batches these threads can all be waiting, and it
     never ends: 16 Cholesky factorisations of two matrices each are enough on two cores. Single
     matrices are factorised by the thread that asks for it.
-    Measured: the plain program of 16 factorisations does not end within 20 seconds.
+    Measured: on a busy machine the plain program of 16 factorisations did not end within 20
+    seconds; on a quiet one it ended each time.
     """
     if matrices.ndim == 2:
         return factorise(matrices)
@@ -191,8 +178,10 @@ def positive_inverse(matrix: Array) -> Array:
     Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Naively,
     `cho_solve((cholesky(matrix), True), identity)`, except that a product of a matrix with its
     transpose is positive even where it is not accurate. It is not finite where a matrix is not
-    positive definite to rounding. Measured for 16 factors of 30 to 1001 rows: 1.1 of the time to
-    compile; the time to run is not measured by this benchmark yet.
+    positive definite to rounding.
+    Measured for 16 factors of 30 to 1001 rows: 0.43 of the time to run (185 ms instead of 433),
+    1.04 of the time to compile. The claim of benchmarks/curvature.py rests on it: inverses 1.5
+    times as fast as those of kfac-jax.
     """
     size = matrix.shape[-1]
     count, _ = _tiles(size)
@@ -388,7 +377,7 @@ def all_finite(values: PyTree) -> Array:
     Plain: `all(jnp.all(jnp.isfinite(x)) for x in values)`, a kernel for each shape. Here matrices
     are summed up by products with matrices of two columns, whose elements are so small that a sum
     of finite numbers is finite.
-    Measured for 16 factors: 0.1 of the time to compile (0.08 s instead of 0.9), 0.7 of the time to
+    Measured for 16 factors: 0.1 of the time to compile (0.08 s instead of 0.8), 0.6 of the time to
     run, 0.07 MB of temporaries instead of 6.5.
     """
     arrays = [jnp.asarray(x) for x in jax.tree.leaves(values)]
@@ -429,47 +418,6 @@ def _sum(x: Array) -> Array:
     return jnp.asarray(np.tile(signs[:, None], rows.shape[0]), rows.dtype) @ by_row
 
 
-MOST_PANELS = 5
-"""Into how many panels a product is cut: more save little time, and each takes time to compile."""
-
-NARROWEST_PANEL = 128
-"""How narrow panels may be."""
-
-
-def _plain_symmetric_product(x: Array, y: Array | None = None) -> Array:
-    return jnp.matrix_transpose(x) @ (x if y is None else y)
-
-
-@on_cpus(instead_of=_plain_symmetric_product)
-def symmetric_product(x: Array, y: Array | None = None) -> Array:
-    """Return `x.T @ x`, or `x.T @ y` if that is known to be symmetric; along any leading axes.
-
-    Plain: the product. Here one triangle of it is computed, cut into panels that are as wide as the
-    triangle is there, and the other triangle is its mirror image.
-    Measured for the second moments of 16 factors: 0.8 to 0.9 of the time to run. It costs 1.6 s of
-    compilation and temporaries as large as the results, so that it pays from some 100 steps on.
-    """
-    y = x if y is None else y
-    panel = lambda start, end: jnp.matrix_transpose(x[..., start:end]) @ y[..., :end]
-    return _by_panels(panel, x.shape[-1])
-
-
-def _by_panels(panel: Callable[[int, int], Array], size: int) -> Array:
-    """Return a symmetric matrix of which `panel` returns some rows, up to the diagonal."""
-    count = max(1, min(MOST_PANELS, size // NARROWEST_PANEL))
-    width = 16 * max(1, -(-size // (16 * count)))  # What vector instructions like.
-    edges = [*range(0, size, width), size]
-    panels = [panel(start, end) for start, end in itertools.pairwise(edges)]
-    if len(panels) == 1:
-        return panels[0]
-    zero = jnp.zeros((), panels[0].dtype)
-    before = [(0, 0, 0)] * (panels[0].ndim - 1)
-    widened = [lax.pad(x, zero, [*before, (0, size - x.shape[-1], 0)]) for x in panels]
-    lower = jnp.concatenate(widened, axis=-2)
-    # `jnp.where(i >= j, lower, lower.T)` crashes in JAX 0.10 on CPUs, from 1000 rows on.
-    return jnp.tril(lower) + jnp.matrix_transpose(jnp.tril(lower, -1))
-
-
 def _plain_row_products(x: Array, y: Array) -> Array:
     return jnp.sum(x * y, axis=-1)
 
@@ -480,7 +428,7 @@ def row_products(x: Array, y: Array) -> Array:
 
     Plain: `jnp.sum(x * y, axis=-1)`. Here it is the diagonal of `x @ y.T`, which for the few rows
     that it is meant for is a call of a library.
-    Measured for the checks of 16 inverses: 0.86 of the time to compile all of these.
+    Measured for the checks of 16 inverses: 0.83 of the time to compile all of these.
     """
     return jnp.diagonal(_times_transpose(x, y), axis1=-2, axis2=-1)
 
@@ -499,7 +447,7 @@ def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
     of K-FAC that is as large as all inverses. Here it is a loop of at most one step, which carries
     only what changes.
     Measured: 0.83 of the temporaries of the inverses of 16 factors. A state of 26 MB that is not
-    donated is copied either way (0.92 of the time to run, which is noise).
+    donated is copied either way (1.1 of the time to run).
     """
     if not _jax.is_tracer(flag):
         return fun(state) if flag else state
@@ -518,39 +466,3 @@ def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
     for index, leaf in zip(changing, own, strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def zero_after(tree: PyTree) -> Array:
-    """Return zero, which the compiler cannot compute before it has the arrays of the tree.
-
-    Plain: `jnp.int32(0)`. What depends on it is computed after them, so that the temporaries of
-    both are not alive together. XLA drops optimization barriers before it orders a program, so it
-    takes a number that XLA does not know: here, whether an element is one NaN payload that no
-    computation makes. Arrays that are sharded by their types are skipped. Other than the rest of
-    this file it is used on every platform, as a bound on memory is a promise there, too.
-    Measured for a map over two chunks: 0.5 of the temporaries.
-    """
-    if is_forced_plain("zero_after"):
-        return jnp.zeros((), jnp.int32)
-    for leaf in jax.tree.leaves(tree):
-        plain = _jax.sharding_of(leaf) is None and not _jax.is_varying(leaf)
-        bits = _PAYLOADS.get(str(leaf.dtype))
-        if plain and bits is not None and leaf.size:
-            element = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
-            pattern = lax.bitcast_convert_type(lax.stop_gradient(element), bits.dtype)
-            return (pattern == bits).astype(jnp.int32)
-    return jnp.zeros((), jnp.int32)
-
-
-def is_order_marker(bits: Any) -> bool:
-    """Return whether these are the bits of the NaN with which `zero_after` compares."""
-    dtype = getattr(bits, "dtype", None)
-    return any(dtype == each.dtype and bool(bits == each) for each in _PAYLOADS.values())
-
-
-_PAYLOADS = {
-    "float16": np.uint16(0x7D5A),
-    "bfloat16": np.uint16(0x7FA5),
-    "float32": np.uint32(0x7FA5A5A5),
-    "float64": np.uint64(0x7FF5A5A5A5A5A5A5),
-}

@@ -6,9 +6,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["as_integer", "check_divides", "check_size", "where"]
-
-
 _PASSED_OVER = {"jax", "contextlib", "dataclasses", "functools", "jaxtyping", "beartype"}
 """Packages whose frames may lie between two of curvax's own."""
 
@@ -44,7 +41,7 @@ def _public_name(frame: FrameType) -> str | None:
 
 
 def as_integer(x: Any) -> int | None:
-    """`x` as a Python int if it is an integer that is known now, and not a bool; else None."""
+    """Return `x` as a Python int if it is an integer that is known now, not a bool; else None."""
     try:
         return None if isinstance(x, bool) else operator.index(x)
     except TypeError:
@@ -52,13 +49,17 @@ def as_integer(x: Any) -> int | None:
 
 
 def check_size(name: str, size: Any) -> int | None:
-    """A size as the user gave it, as a positive int, or None."""
-    if size is None:
-        return None
-    number = as_integer(size)
+    """Return a size as the user gave it, as a positive int, or None."""
+    return None if size is None else check_count(name, size)
+
+
+def check_count(name: str, count: Any) -> int:
+    """Return a number of things as the user gave it, as a positive int."""
+    number = as_integer(count)
     if number is None:
+        given = "None" if count is None else f"{type(count).__name__} {count!r}"
         raise TypeError(
-            f"{where()}: {name} must be a Python integer, got {type(size).__name__} {size!r}. "
+            f"{where()}: {name} must be a Python integer, got {given}. "
             f"It shapes the program, so it cannot be a traced value or a fraction."
         )
     if number < 1:

@@ -8,13 +8,9 @@ from collections.abc import Hashable
 from typing import Any, Generic, TypeVar, final
 
 import jax
-import numpy as np
 
 from curvax import _jax
 from curvax._types import PyTree
-
-__all__ = ["Same", "Static", "as_key", "broadcast_prefix", "leaf_name"]
-
 
 T = TypeVar("T", bound=Hashable)
 
@@ -99,22 +95,6 @@ def leaf_name(name: str, path: tuple[Any, ...]) -> str:
     return name + jax.tree_util.keystr(path)
 
 
-@final
-class Same:
-    """A key that is equal only to one made of the very same object, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def as_key(tree: PyTree) -> Hashable:
     """A pytree as a key: by its structure, and the values of its leaves where they have one.
 
@@ -122,14 +102,4 @@ def as_key(tree: PyTree) -> Hashable:
     those of different bits: `0.0` and `-0.0`.
     """
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(map(_leaf_key, leaves))
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, float | complex | np.generic):
-        return _jax.scalar_key(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        return Same(leaf)
-    return type(leaf), leaf
+    return structure, tuple(map(_jax.value_key, leaves))

@@ -1,21 +1,17 @@
-"""The type aliases that curvax's signatures are written in.
-
-They say what a value is for.
-"""
+"""Types: the aliases that signatures are written in, and the dtypes to compute in."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
-from jax import Array
-
-__all__ = ["Array", "Axes", "Carry", "Fun", "Order", "PyTree", "Size", "TreeDef", "VmapFn"]
-
+import jax
+import jax.numpy as jnp
+from jax import Array as Array
 
 PyTree: TypeAlias = Any
 """A tree of containers as JAX knows them, with arrays for leaves unless something else is said."""
 
 Fun: TypeAlias = Callable[..., Any]
-"""A function of the user's, of pytrees to a pytree."""
+"""A user-supplied function of pytrees to a pytree."""
 
 Axes: TypeAlias = int | Sequence[Any] | PyTree | None
 """`in_axes` or `out_axes` as `jax.vmap` takes them: an axis, None, or a pytree prefix of both."""
@@ -34,3 +30,18 @@ TreeDef: TypeAlias = Any
 
 Carry: TypeAlias = PyTree
 """What a loop hands from one step to the next."""
+
+
+def at_least_single(dtype: Any) -> Any:
+    """Return the dtype to compute and sum in: float32 in place of half precision."""
+    is_half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_half else jnp.dtype(dtype)
+
+
+def promote_weak(carry: Array, returned: Any) -> Array:
+    """Promote an initial carry of weak type to the dtype that a loop's body returns.
+
+    Equal to what `jax.lax.scan` does with Python numbers in its `init`.
+    """
+    is_weak = jax.typeof(carry).weak_type and carry.dtype != returned.dtype
+    return carry.astype(jnp.result_type(carry, returned)) if is_weak else carry

@@ -282,5 +282,5 @@ class TestReshape:
             curvax.reshape_batch_axis(X, 2, axis=3)
 
     def test_a_size_is_needed(self, unchecked):
-        with pytest.raises(TypeError, match=r"microbatch_size must be an integer, got None"):
+        with pytest.raises(TypeError, match=r"microbatch_size must be a Python integer, got None"):
             curvax.reshape_batch_axis(X, None)

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 import curvax
-from curvax.optimizer.config import KFACConfig, OptimizerConfig, PreconditionerConfig
-from curvax.optimizer.hyperparameters import ADAPTIVE
+from curvax.optimizer.config import ADAPTIVE, KFACConfig, OptimizerConfig, PreconditionerConfig
 from helpers import key
 from optimizer.problems import loss, make, make_batch, make_params
 

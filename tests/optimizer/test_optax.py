@@ -162,6 +162,9 @@ def test_what_is_missing_or_wrong_is_said():
             transformation.update(gradient, state, params)
     with pytest.raises(TypeError, match=r"not about the curvature: norm_constraint.*curvax\.kfac"):
         curvax.scale_by_kfac(loss, batch, norm_constraint=1.0)
+    for name in ("kfac", "scale_by_kfac"):
+        with pytest.raises(ValueError, match=rf"^curvax\.{name}: example_batch must be .*None"):
+            getattr(curvax, name)(loss, None, 0.1)
     with pytest.raises(ValueError, match="give learning_rate, or use_adaptive_learning_rate"):
         curvax.kfac(loss, batch)
 

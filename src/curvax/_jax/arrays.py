@@ -14,28 +14,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = [
-    "can_transpose_gather",
-    "filled_like",
-    "has_automatic_axes",
-    "is_key",
-    "is_tracer",
-    "is_tracing",
-    "is_varying",
-    "kept_replicated",
-    "mesh_of",
-    "no_mesh",
-    "resized",
-    "shape_of",
-    "sharding_of",
-    "unplaced",
-    "unsharded_along",
-    "unwrap_keys",
-    "varying_axes",
-    "varying_like",
-    "wrap_keys",
-]
-
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """What a program has to know of an argument, be it an array, a tracer, a number or a shape.

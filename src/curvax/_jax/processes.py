@@ -7,14 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = [
-    "exchanged",
-    "gathered",
-    "gathered_whole",
-    "sent_by_first",
-    "wait_for_all",
-]
-
 
 def sent_by_first(value: Any) -> Any:
     """What process 0 has for this pytree of numbers and NumPy arrays. All processes must ask.

@@ -26,15 +26,6 @@ from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import Sums, statistics_at
 from curvax.layers.use import LayerUse
 
-__all__ = [
-    "AverageUpdate",
-    "Layers",
-    "at_devices",
-    "sum_of_terms",
-    "updated_by_data",
-    "with_batch_terms",
-]
-
 
 class AverageUpdate(NamedTuple):
     """How an estimate enters the moving averages of blocks.

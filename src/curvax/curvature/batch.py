@@ -14,16 +14,6 @@ from curvax._tree import leaf_name
 from curvax._types import Array, PyTree
 from curvax.layers.tracing.loss_map import LossMap
 
-__all__ = [
-    "BatchArgument",
-    "axes_of",
-    "by_example",
-    "check_separate",
-    "default_batch_size_extractor",
-    "is_of_examples",
-    "length_of",
-]
-
 
 @dataclass(frozen=True)
 class BatchArgument:

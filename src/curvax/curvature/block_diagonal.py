@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._errors import where
-from curvax._table import table
+from curvax._reports import table
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import (
@@ -41,17 +41,6 @@ from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import Sums
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
-
-__all__ = [
-    "BlockCtor",
-    "BlockDiagonalCurvature",
-    "BlockRow",
-    "BlockwiseCurvature",
-    "CurvatureReport",
-    "Structure",
-    "report_of",
-]
-
 
 # What each block of an estimate is, as a table.
 

@@ -27,20 +27,6 @@ from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.layers.tracing.loss_map import LossMap
 
-__all__ = [
-    "MODES",
-    "Cotangents",
-    "LocalBatch",
-    "Sweep",
-    "check_mode",
-    "draws",
-    "num_passes",
-    "row_numbers",
-    "sum_over_devices",
-    "sweeps",
-]
-
-
 # Which rows of a batch are those of a device, where it is sharded over a mapped axis.
 #
 # What is drawn for a row depends on its number in the whole batch, and sums over a whole batch are

@@ -10,9 +10,6 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.blocks.base import Powers
 from curvax.curvature.estimation_modes import check_mode
 
-__all__ = ["CurvatureEstimator"]
-
-
 IdentityWeight = ArrayLike | Sequence[ArrayLike]
 
 

@@ -23,9 +23,6 @@ from curvax.layers.use import ParamUse
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
-__all__ = ["ExplicitExactCurvature"]
-
-
 _ALONE = LocalBatch(1, None)
 """An example that is a batch of its own."""
 

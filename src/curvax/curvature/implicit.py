@@ -12,9 +12,8 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from curvax._dtypes import at_least_single
 from curvax._errors import as_integer, where
-from curvax._types import Array, Fun, PyTree
+from curvax._types import Array, Fun, PyTree, at_least_single
 from curvax.curvature.batch import BatchArgument, default_batch_size_extractor
 from curvax.curvature.loss_products import (
     MATRICES,
@@ -31,9 +30,6 @@ from curvax.curvature.loss_products import (
 )
 from curvax.curvature.microbatching import SumOverExamples
 from curvax.layers.tracing.loss_derivatives import LossDerivatives, LossTangents
-
-__all__ = ["ImplicitExactCurvature"]
-
 
 Number = int | float | Array
 

@@ -19,14 +19,6 @@ from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.implicit import ImplicitExactCurvature
 
-__all__ = [
-    "CurvatureOperator",
-    "as_linear_operator",
-    "import_lineax",
-    "import_matfree_decompositions",
-]
-
-
 # The one door to lineax and matfree, which are optional.
 
 _ADVICE = "which is not installed: pip install 'curvax[linear]'."

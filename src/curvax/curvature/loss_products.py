@@ -13,22 +13,6 @@ from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.layers.tracing.loss_derivatives import LossDerivatives, Losses
 
-__all__ = [
-    "MATRICES",
-    "LossMatrix",
-    "Operation",
-    "Shape",
-    "check_vectors",
-    "factor",
-    "factor_transpose",
-    "hessian_product",
-    "jacobian_transpose",
-    "product",
-    "shapes_of_inputs",
-    "total",
-]
-
-
 Shape = tuple[int, ...]
 Operation = Callable[[LossDerivatives, Sequence[PyTree], Any, Any], tuple[PyTree, Losses]]
 """From a model, its arguments, a `LossMatrix` if need be, and a vector, to a product."""

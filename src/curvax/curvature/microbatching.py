@@ -24,9 +24,6 @@ from curvax.layers.tracing.loss_derivatives import LossDerivatives, Losses
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
-__all__ = ["SumOverExamples"]
-
-
 _OF_LOSSES: tuple[Operation, ...] = (factor, jacobian_transpose)
 """Products with vectors that have a part for each example."""
 

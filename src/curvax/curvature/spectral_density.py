@@ -17,8 +17,6 @@ from curvax._errors import where
 from curvax._types import Array
 from curvax.curvature.linear_operator import CurvatureOperator, import_matfree_decompositions
 
-__all__ = ["SpectralDensity", "spectral_density"]
-
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
@@ -89,7 +87,7 @@ class SpectralDensity:
         Returns:
             The axes.
         """
-        from curvax._plots import plot_spectral_density
+        from curvax._reports import plot_spectral_density
 
         return plot_spectral_density(self, ax)
 

@@ -39,16 +39,6 @@ from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import own_rows
 from curvax.layers.tracing.statistics import Sums
 
-__all__ = [
-    "ShardedCurvature",
-    "check_rows",
-    "num_shards",
-    "split_state",
-    "state_specs",
-    "whole_state",
-]
-
-
 # Which device has which Kronecker factors.
 #
 # All pairs of factors of one shape, of several blocks or along the leading axes of one, are units

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from curvax._errors import where
-from curvax._table import table
+from curvax._reports import table
 from curvax._types import Array, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.implicit import ImplicitExactCurvature
-
-__all__ = ["BlockError", "VerificationReport", "verify_curvature"]
 
 
 @dataclass(frozen=True)

@@ -14,30 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._errors import check_size, where
+from curvax._errors import check_count, check_size, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size, TreeDef
 from curvax.devices.agreement import check_agreement, describe
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import BudgetRequest, Objective, check_budget
-
-__all__ = [
-    "Options",
-    "Point",
-    "TracedFunction",
-    "check_block_size",
-    "check_on_mesh",
-    "check_options",
-    "check_point",
-    "check_scalar",
-    "trace_function",
-    "unit_vector",
-    "value_shapes",
-]
-
-
-# Block sizes, memory budget and mesh.
 
 ADVICE = "What else helps: checkpoint=True."
 ADVICE_WITH_DISK = "What else helps: checkpoint=True, or streaming the result to disk with out=."
@@ -93,10 +76,8 @@ def check_options(
     if along is not None:
         along.check_outside()
         _check_processes(along)
-    number = check_size("nbatches", nbatches)
+    number = check_count("nbatches", nbatches)
     size = check_size("batch_size", batch_size)
-    if number is None:
-        raise TypeError(f"{where()}: nbatches must be a Python integer, got None.")
     if size is not None and number != 1:
         raise ValueError(
             f"{where()}: give nbatches or batch_size, not both; got nbatches={number} and "
@@ -171,9 +152,6 @@ def check_on_mesh(name: str, tree: PyTree, options: Options) -> PyTree:
         return put(leaf, axis.sharding(None))
 
     return jax.tree.map(replicate, tree)
-
-
-# The point at which derivatives are taken.
 
 
 def check_point(x: PyTree, options: Options) -> tuple["Point", PyTree]:
@@ -271,6 +249,14 @@ class Point:
         ]
         return jax.tree.unflatten(self.structure, parts)
 
+    def split(self, array: Array) -> PyTree:
+        """Return an array whose last axis is over all coordinates as a pytree like the point."""
+        parts = [
+            array[..., start : start + size].reshape((*array.shape[:-1], *shape))
+            for start, size, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, parts)
+
     def flatten(self, tree: PyTree) -> Array:
         """Return a pytree like the point as a vector over all coordinates."""
         leaves = [leaf.reshape(-1).astype(self.dtype) for leaf in jax.tree.leaves(tree)]
@@ -295,22 +281,20 @@ def _as_array(leaf: Any) -> Any:
         return None
 
 
-# The function, as it is at the time of a call.
-#
-# What a function reads may change between two calls: attributes of the object whose method it is,
-# variables that it closes over, globals. So it is traced at each call, which takes little time
-# compared with tracing its derivatives. Derivatives are taken of what was traced, with the arrays
-# that it closed over as arguments, and what was compiled for the same jaxpr before is used again
-# (`curvax._jax.program_keys`).
-#
-# A derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is Python that runs when derivatives are
-# traced. It may read what has changed as well. With rules that are not JAX's own, the function is
-# not settled: the whole program is traced at each call, to be compared with what was compiled.
-
-
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function, and what it does with arguments like some."""
+    """A function, and what it does with arguments like some.
+
+    What a function reads may change between two calls: attributes of the object whose method it is,
+    variables that it closes over, globals. So it is traced at each call, which takes little time
+    compared with tracing its derivatives. Derivatives are taken of what was traced, with the arrays
+    that it closed over as arguments, and what was compiled for the same jaxpr before is used again
+    (`_jax.program_key`).
+
+    A derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is Python that runs when derivatives are
+    traced. It may read what has changed as well. With rules that are not JAX's own, the function is
+    not settled: the whole program is traced at each call, to be compared with what was compiled.
+    """
 
     fun: Fun
     """The function itself, not what `jax.jit` made of it."""

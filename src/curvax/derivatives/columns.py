@@ -24,26 +24,9 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import Options, TracedFunction
-from curvax.devices.mesh_axis import MeshAxis
-from curvax.devices.placement import is_committed
+from curvax.devices.mesh_axis import MeshAxis, is_committed
 from curvax.maps.chunking import map_indices
 from curvax.memory.compiled import compile_call, plan_call
-
-__all__ = [
-    "BlockProblem",
-    "Part",
-    "Progress",
-    "advised",
-    "advised_to_go_forward",
-    "check_closed_over",
-    "compute_columns",
-    "has_derivative",
-    "linear_map",
-    "plan_blocks",
-    "put_on_mesh",
-    "raised",
-    "why_not",
-]
 
 
 def linear_map(
@@ -143,15 +126,35 @@ def plan_blocks(
     return compile_call(fun, program, args, {}, key=(*key, block_size), is_settled=is_settled)
 
 
-# Columns sharded among the devices of a mesh.
-#
-# Every device makes the linear maps for itself, which is little work, and computes its shard of the
-# columns, in blocks, as one device would compute all. No communication is needed for that. With c
-# devices each has n / c columns, rounded up, so that the last of them may have some too many; those
-# are the last column again, and dropped.
-#
-# A result stays sharded along the axis of its columns, unless it is to be replicated, or cannot be
-# sharded: JAX shards an axis evenly or not at all. Then it is gathered.
+def run_blocks(
+    problem: Callable[..., BlockProblem],
+    functions: Sequence[TracedFunction],
+    x: PyTree,
+    options: Options,
+    block_size: int,
+    max_size: int,
+    progress: bool,
+    *,
+    key: Hashable,
+) -> tuple[list[PyTree], PyTree]:
+    """Return the results of the problem that is made of some functions, and the auxiliary value.
+
+    They are computed by one program, in blocks of the size that is given or fits the budget; see
+    `plan_blocks`.
+    """
+
+    def build(size: int) -> Fun:
+        def program(consts: Sequence[Any], x: PyTree) -> tuple[list[PyTree], PyTree]:
+            bound = [f.bind(own) for f, own in zip(functions, consts, strict=True)]
+            return compute_columns(problem(*bound), x, size, options, progress)
+
+        return program
+
+    args = [f.consts for f in functions], put_on_mesh(functions, problem, x, options, progress)
+    key = key, progress
+    plan = plan_blocks(build, functions, args, options, block_size, max_size, key=key)
+    return plan(*args)
+
 
 REPLICATED = PartitionSpec()
 
@@ -201,7 +204,16 @@ def check_closed_over(fun: Fun, x: PyTree, options: Options) -> None:
 def _compute_sharded(
     problem: BlockProblem, x: PyTree, size: int, options: Options, bar: "Progress | None"
 ) -> tuple[list[PyTree], PyTree]:
-    """Return the results, sharded or replicated, and the auxiliary value, replicated."""
+    """Return the results, sharded or replicated, and the auxiliary value, replicated.
+
+    Every device makes the linear maps for itself, which is little work, and computes its shard of
+    the columns, in blocks, as one device would compute all. No communication is needed for that.
+    With c devices each has n / c columns, rounded up, so that the last of them may have some too
+    many; those are the last column again, and dropped.
+
+    A result stays sharded along the axis of its columns, unless it is to be replicated, or cannot
+    be sharded: JAX shards an axis evenly or not at all. Then it is gathered.
+    """
     assert options.axis is not None
     axis, sharded = options.axis, _Sharded(options.axis, options.replicated)
 
@@ -297,13 +309,6 @@ class _Sharded:
         return not self.replicated and like.ndim > 0 and like.shape[0] % self.axis.count == 0
 
 
-# Which modes of differentiation a function has, found out by trying.
-#
-# A `while_loop` cannot be differentiated in reverse mode, nor a `jax.custom_vjp` function in
-# forward mode. JAX says so when it comes to that operation: when derivatives are traced, or only
-# when they are lowered, just before they would be compiled. So both are done here, with one column.
-
-
 def why_not(problem: BlockProblem, x: PyTree) -> Exception | None:
     """Return the error that the derivatives of a problem raise when they are tried, or None."""
     if not problem.parts:
@@ -317,7 +322,13 @@ def has_derivative(derivative: Callable[..., Any], *args: PyTree) -> bool:
 
 
 def raised(fun: Callable[..., Any], *args: PyTree) -> Exception | None:
-    """Return the error that a function raises when it is traced and lowered, or None."""
+    """Return the error that a function raises when it is traced and lowered, or None.
+
+    A `while_loop` cannot be differentiated in reverse mode, nor a `jax.custom_vjp` function in
+    forward mode. JAX says so when it comes to that operation: when derivatives are traced, or only
+    when they are lowered, just before they would be compiled. So both are done here, with one
+    column.
+    """
     try:
         program, _ = _jax.trace_with_constants(fun, *args)
         leaves = [*program.consts, *jax.tree.leaves(args)]
@@ -371,16 +382,14 @@ def advised_to_go_forward(
     return advised(lambda: why_not(problem(g), x), advice)
 
 
-# A progress bar that a compiled program advances.
-#
-# The program calls back after each block. The bar begins with the first block of a run and ends
-# with the last, so it is right also where one compiled program runs many times. Of several
-# devices, which compute as many blocks each, the first moves it; of several processes, the first
-# shows it.
-
-
 class Progress:
-    """A bar over `total` blocks, some of which may be done already."""
+    """A bar over `total` blocks, some of which may be done already.
+
+    The program calls back after each block. The bar begins with the first block of a run and ends
+    with the last, so it is right also where one compiled program runs many times. Of several
+    devices, which compute as many blocks each, the first moves it; of several processes, the first
+    shows it.
+    """
 
     def __init__(self, description: str, total: int, done: int = 0) -> None:
         self._total = total

@@ -26,8 +26,6 @@ from curvax.maps.microbatch import microbatch
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
-__all__ = ["fisher_information"]
-
 
 def fisher_information(
     loglike: Fun,
@@ -43,7 +41,7 @@ def fisher_information(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
 ) -> tuple[Array, Callable[[Array], PyTree]]:
-    """The empirical Fisher information: the sum over data of outer products of scores.
+    """Compute the empirical Fisher information: the sum over data of outer products of scores.
 
     Equal to
 
@@ -66,13 +64,13 @@ def fisher_information(
         objective: with a budget, "memory" takes the largest microbatch that fits, "time" one that
             is expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
             cache, elsewhere the largest.
-        mesh: devices among which examples are split, evenly. Each computes the sum over its share
+        mesh: devices among which examples are sharded, evenly. Each computes the sum over its shard
             in microbatches, and sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
 
     Returns:
         `(F, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
-        a vector of n numbers a pytree like `x`. On a mesh `F` is whole on every device.
+        a vector of n numbers a pytree like `x`. On a mesh `F` is replicated.
 
     Raises:
         ValueError: if there are more batches than examples, arrays of `data` disagree in length,

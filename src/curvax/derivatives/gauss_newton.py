@@ -1,7 +1,7 @@
 """`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,17 +24,13 @@ from curvax.derivatives.columns import (
     BlockProblem,
     Part,
     advised,
-    compute_columns,
     has_derivative,
-    plan_blocks,
-    put_on_mesh,
+    run_blocks,
     why_not,
 )
 from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
-
-__all__ = ["gauss_newton"]
 
 
 def gauss_newton(
@@ -53,7 +49,7 @@ def gauss_newton(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> tuple[Array, Callable[[Array], PyTree]]:
-    """The Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
+    """Compute the Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
 
     Equal to
 
@@ -79,23 +75,25 @@ def gauss_newton(
             expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
             cache, elsewhere the largest.
         progress: whether to show a progress bar of blocks.
-        mesh: devices among which columns are split. Each computes its share of them in blocks, and
-            sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        mesh: devices among which columns are sharded. Each computes its shard in blocks, and sizes
+            and budgets are for each.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
         a vector of n numbers a pytree like `x`.
 
-        On a mesh `G` is split along its last axis. It is whole on every device with `replicated`,
-        and where the number of devices does not divide n.
+        On a mesh `G` is sharded along its last axis. It is replicated with `replicated=True`, and
+        where the number of devices does not divide n.
 
     Raises:
-        ValueError: as `hessian`; and if the weight does not fit the residuals.
+        ValueError: if the weight does not fit the residuals, there are more batches than
+            parameters, two sizes are given, a budget or a mesh with `jit=False`, the mesh does not
+            have the axis, `x` is committed to other devices, or processes disagree on shapes.
         TypeError: if `x` or a residual is not real floating-point, or the weight is not real or
             returns something else than residuals.
-        MemoryBudgetError: as `hessian`.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -143,13 +141,6 @@ def gauss_newton(
         # The matrix is symmetric only if the weight is, so columns are put where columns belong.
         return BlockProblem(prepare, (Part(point.size, column, -1),))
 
-    def build(size: int) -> Fun:
-        def program(consts: Sequence[Any], x_and_weight: Any) -> tuple[list[Array], None]:
-            bound = [f.bind(each) for f, each in zip(functions, consts, strict=True)]
-            return compute_columns(problem(*bound), x_and_weight, size, options, progress)
-
-        return program
-
     def lacking() -> Exception | None:
         return why_not(problem(*(each.traced() for each in functions)), x_and_weight)
 
@@ -166,11 +157,10 @@ def gauss_newton(
         )
 
     with advised(lacking, advice):
-        consts = tuple(each.consts for each in functions)
-        args = consts, put_on_mesh(functions, problem, x_and_weight, options, progress)
-        key = "gauss_newton", checkpoint, progress
-        plan = plan_blocks(build, functions, args, options, block_size, length, key=key)
-        (matrix,), _ = plan(*args)
+        key = "gauss_newton", checkpoint
+        (matrix,), _ = run_blocks(
+            problem, functions, x_and_weight, options, block_size, length, progress, key=key
+        )
     return matrix, point.unflatten
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from curvax import _cpu, _jax
+from curvax import _jax, _slicing
+from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     ADVICE_WITH_DISK,
@@ -36,6 +37,7 @@ from curvax.derivatives.columns import (
     linear_map,
     plan_blocks,
     put_on_mesh,
+    run_blocks,
 )
 from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
@@ -43,8 +45,6 @@ from curvax.maps.chunk_plan import Chunk
 from curvax.maps.chunking import map_indices, reduce_indices
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
-
-__all__ = ["hessian", "hessian_blocks", "hessian_diagonal"]
 
 
 def hessian(
@@ -66,7 +66,7 @@ def hessian(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Any:
-    """The Hessian of a scalar function `f` at `x`, a block of it at a time.
+    """Compute the Hessian of a scalar function `f` at `x`, a block of it at a time.
 
     Equal to
 
@@ -86,8 +86,8 @@ def hessian(
         nbatches: the number of blocks. Leaves are cut apart from each other, so that there can be
             a few more.
         jit: whether to compile.
-        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
-            of remembering it: less memory, more time. It helps where blocks are small; what a
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time. It helps where blocks are small; what a
             large block needs is mostly its own tangents.
         batch_size: the number of columns in a block, in place of `nbatches`.
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
@@ -108,7 +108,7 @@ def hessian(
         mesh: devices among which rows are sharded. Each computes its shard in blocks, and sizes and
             budgets are for each. Full rows are computed there, not one triangle, so that one device
             without a mesh is about as fast as two.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
@@ -219,7 +219,7 @@ def hessian_diagonal(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> PyTree:
-    """The diagonal of the Hessian of a scalar function, exactly, and never the matrix.
+    """Compute the diagonal of the Hessian of a scalar function, exactly, and never the matrix.
 
     Equal to
 
@@ -244,17 +244,21 @@ def hessian_diagonal(
         progress: whether to show a progress bar of blocks.
         mesh: devices among which coordinates are sharded. Each computes its shard in blocks, and
             sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`.
 
-        On a mesh each array is split along its first axis. It is whole on every device with
-        `replicated`, and where the number of devices does not divide the length of that axis.
+        On a mesh each array is sharded along its first axis. It is replicated with
+        `replicated=True`, and where the number of devices does not divide the length of that axis.
 
     Raises:
-        ValueError, TypeError, MemoryBudgetError: as `hessian`.
+        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
+            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
+            devices, or processes disagree on shapes.
+        TypeError: if `x` is not real floating-point, or `f` no real scalar.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -293,16 +297,11 @@ def hessian_diagonal(
 
         return BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     with advised_to_go_forward(problem, traced, x):
-        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = "hessian_diagonal", checkpoint, progress
-        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
-        (diagonal,), _ = plan(*args)
+        key = "hessian_diagonal", checkpoint
+        (diagonal,), _ = run_blocks(
+            problem, [traced], x, options, block_size, length, progress, key=key
+        )
     return diagonal
 
 
@@ -321,7 +320,7 @@ def hessian_blocks(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> PyTree:
-    """The diagonal blocks of the Hessian of a scalar function, one for each leaf of `x`.
+    """Compute the diagonal blocks of the Hessian of a scalar function, one for each leaf of `x`.
 
     Equal to
 
@@ -346,17 +345,21 @@ def hessian_blocks(
         progress: whether to show a progress bar of blocks.
         mesh: devices among which the rows of each leaf's block are sharded. Each computes its
             shard in blocks, and sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`, with an array of shape `leaf.shape + leaf.shape` for each leaf.
 
-        On a mesh each array is split along its first axis. It is whole on every device with
-        `replicated`, and where the number of devices does not divide `leaf.shape[0]`.
+        On a mesh each array is sharded along its first axis. It is replicated with
+        `replicated=True`, and where the number of devices does not divide `leaf.shape[0]`.
 
     Raises:
-        ValueError, TypeError, MemoryBudgetError: as `hessian`.
+        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
+            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
+            devices, or processes disagree on shapes.
+        TypeError: if `x` is not real floating-point, or `f` no real scalar.
+        MemoryBudgetError: if not even single columns fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -407,17 +410,46 @@ def hessian_blocks(
         parts = tuple(map(part, range(len(point.sizes))))
         return BlockProblem(functools.partial(prepare, f), parts)
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     with advised_to_go_forward(problem, traced, x):
-        args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-        key = "hessian_blocks", checkpoint, progress
-        plan = plan_blocks(build, [traced], args, options, block_size, length, key=key)
-        blocks, _ = plan(*args)
+        key = "hessian_blocks", checkpoint
+        blocks, _ = run_blocks(problem, [traced], x, options, block_size, length, progress, key=key)
     return jax.tree.unflatten(point.structure, blocks)
+
+
+def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
+    """Return an (n, n) matrix over the coordinates of `x` as a pytree of pytrees, as `jax.hessian`.
+
+    Arguments:
+        H: a matrix over the coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`,
+            as `hessian` and `gauss_newton` return it.
+        x: the pytree, or one like it.
+
+    Returns:
+        A pytree with the structure of `x` twice: the block of leaves i and j has the shape
+        `leaf_i.shape + leaf_j.shape`.
+
+    Raises:
+        ValueError: if `H` is not of shape (n, n).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> x = {"a": jnp.ones(2), "b": 1.0}
+        >>> H, _ = curvax.hessian(lambda x: jnp.sum(x["a"]) * x["b"], x)
+        >>> curvax.hessian_to_pytree(H, x)["a"]["b"]
+        Array([1., 1.], dtype=float32)
+    """
+    point = Point.of(x)
+    if jnp.shape(H) != (point.size, point.size):
+        raise ValueError(
+            f"{where()}: x has {point.size} coordinates, so H must have the shape ({point.size}, "
+            f"{point.size}), got {jnp.shape(H)}."
+        )
+    rows = [
+        H[start : start + size].reshape((*shape, point.size))
+        for start, size, shape in zip(point.offsets, point.sizes, point.shapes, strict=True)
+    ]
+    return jax.tree.unflatten(point.structure, [point.split(row) for row in rows])
 
 
 def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedFunction:
@@ -431,18 +463,6 @@ def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedF
     )
     return traced
 
-
-# The Hessian by one of its triangles.
-#
-# The leaves of the point are put into a few groups, and the groups in order. A group's rows are
-# computed by differentiating by its own leaves alone, so nothing is done for tangents that are
-# zero, and only up to the columns of the groups that follow. What is left of that is a mirror image
-# of what is right of it elsewhere. For a network, with its layers in the order in which they are
-# applied, that is less than half of the work.
-#
-# The groups are computed one after the other, each from a linearisation of its own, into one
-# matrix. The last comes first: then a row may be written from end to end, and a column too, since
-# what is not known yet is written later.
 
 MOST_GROUPS = 8
 """Each group has a program of its own to compile."""
@@ -476,7 +496,18 @@ def compute_triangle(
     checkpoint: bool,
     bar: Progress | None,
 ) -> tuple[list[Array], PyTree]:
-    """Return the matrix, alone in a list, and the auxiliary value."""
+    """Return the matrix, alone in a list, and the auxiliary value.
+
+    The leaves of the point are put into a few groups, and the groups in order. A group's rows are
+    computed by differentiating by its own leaves alone, so nothing is done for tangents that are
+    zero, and only up to the columns of the groups that follow. What is left of that is a mirror
+    image of what is right of it elsewhere. For a network, with its layers in the order in which
+    they are applied, that is less than half of the work.
+
+    The groups are computed one after the other, each from a linearisation of its own, into one
+    matrix. The last comes first: then a row may be written from end to end, and a column too, since
+    what is not known yet is written later.
+    """
     f = _jax.trace(f, x)  # Each group differentiates it.
     value = jax.checkpoint(f) if checkpoint else f
     tick = None if bar is None else bar.tick
@@ -499,7 +530,7 @@ def compute_triangle(
 
         at = {leaf: leaves[leaf] for leaf in group}
         product, aux = linear_map(jax.linearize, gradient, at, has_aux)
-        part, zero = point.part(group), _cpu.zero_after(None if written is None else written[1])
+        part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
             # After the groups before, of which nothing is held any more but the matrix.
@@ -552,8 +583,8 @@ class _Mirrored:
         # An element that is computed; left of the group's own columns it may be a constant zero.
         return matrix, rows[:1, self.start : self.start + 1]
 
-    def finalize(self, carry: _Written, examples: Size) -> _Written:
-        del examples
+    def finalize(self, carry: _Written, examples: Size, sharding: object) -> _Written:
+        del examples, sharding
         return carry
 
     def _everywhere(self, rows: Array) -> Array:

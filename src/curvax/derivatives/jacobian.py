@@ -27,19 +27,14 @@ from curvax.derivatives.columns import (
     BlockProblem,
     Part,
     advised,
-    compute_columns,
     linear_map,
-    plan_blocks,
-    put_on_mesh,
+    run_blocks,
     why_not,
 )
 from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import FunctionCache, Objective
-
-__all__ = ["jacobian"]
-
 
 Mode: TypeAlias = Literal["auto", "forward", "reverse"]
 """Columns by forward mode, rows by reverse mode, or what is cheaper."""
@@ -68,7 +63,7 @@ def jacobian(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Any:
-    """The Jacobian of `f` at `x`, a block of it at a time.
+    """Compute the Jacobian of `f` at `x`, a block of it at a time.
 
     Equal to
 
@@ -84,8 +79,8 @@ def jacobian(
         x: a pytree of real floating-point arrays, of any dtypes.
         nbatches: the number of blocks.
         jit: whether to compile.
-        checkpoint: whether to compute what `f` does on the way again where it is needed, instead
-            of remembering it: less memory, more time.
+        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
+            memory, more time.
         batch_size: the number of columns or rows in a block, in place of `nbatches`.
         memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
             call, compiled by itself, may allocate, the result included. With `out`, what it holds
@@ -104,9 +99,9 @@ def jacobian(
         verify: whether to read what `out` has already and check it against its checksums. Without,
             it is only checked that nothing is missing. Damaged blocks are computed again, with a
             `DamagedStoreWarning`.
-        mesh: devices among which columns (or rows) are split. Each computes its share of them in
-            blocks, and sizes and budgets are for each.
-        axis: the axis of the mesh to split along, or several. With one axis it may be left out.
+        mesh: devices among which columns (or rows) are sharded. Each computes its shard in blocks,
+            and sizes and budgets are for each.
+        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
         replicated: whether to replicate the result on every device.
 
     Returns:
@@ -114,7 +109,7 @@ def jacobian(
         with one more axis at the end of each array, over the n coordinates of `x` in the order of
         `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
 
-        On a mesh each array is split along its last axis if columns are computed, and along its
+        On a mesh each array is sharded along its last axis if columns are computed, and along its
         first if rows are. It is replicated with `replicated=True`, and where the number of devices
         does not divide the length of that axis. In a multi-process program each process has its own
         shards, `J.addressable_shards`; to read all of it everywhere, write it to `out`.
@@ -177,11 +172,6 @@ def jacobian(
         what="rows" if mode == "reverse" else "parameters",
     )
 
-    def build(size: int) -> Fun:
-        return lambda consts, x: compute_columns(
-            problem(traced.bind(consts)), x, size, options, progress
-        )
-
     def other_mode() -> str | None:
         if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
             return None
@@ -202,14 +192,47 @@ def jacobian(
             made = problem(traced.untraced())
             arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
         else:
-            args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
-            key = "jacobian", checkpoint, reverse, has_aux, progress
+            key = "jacobian", checkpoint, reverse, has_aux
             max_size = max(lengths, default=0)
-            plan = plan_blocks(build, [traced], args, options, block_size, max_size, key=key)
-            parts, aux = plan(*args)
+            parts, aux = run_blocks(
+                problem, [traced], x, options, block_size, max_size, progress, key=key
+            )
             arrays = jax.tree.leaves(parts)
     J = jax.tree.unflatten(structure, arrays)
     return (J, point.unflatten, aux) if has_aux else (J, point.unflatten)
+
+
+def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
+    """Return a Jacobian over the coordinates of `x` as pytrees like `x`, as `jax.jacobian` does.
+
+    Arguments:
+        J: an array with a last axis over the coordinates of `x`, or a pytree of these, as
+            `jacobian` returns it.
+        x: the pytree, or one like it.
+
+    Returns:
+        The structure of `J` with that of `x` in place of each array, whose leaves have the shapes
+        `array.shape[:-1] + leaf.shape`.
+
+    Raises:
+        ValueError: if the last axis of an array is not over the coordinates of `x`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> x = {"a": jnp.ones(2), "b": 1.0}
+        >>> J, _ = curvax.jacobian(lambda x: x["a"] * x["b"], x)
+        >>> curvax.jacobian_to_pytree(J, x)["b"]
+        Array([1., 1.], dtype=float32)
+    """
+    point = Point.of(x)
+    for array in jax.tree.leaves(J):
+        if jnp.shape(array)[-1:] != (point.size,):
+            raise ValueError(
+                f"{where()}: x has {point.size} coordinates, so the last axis of each array of J "
+                f"must have that length, got the shape {jnp.shape(array)}."
+            )
+    return jax.tree.map(point.split, J)
 
 
 def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:

@@ -16,9 +16,6 @@ from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 
-__all__ = ["NewShapes", "check_agreement", "describe"]
-
-
 SECONDS = 300
 """For how long to wait for the other processes to reach shapes that are new here."""
 

@@ -1,8 +1,11 @@
-"""`MeshAxis`: the devices along an axis of a mesh, and `jax.shard_map` over them.
+"""`MeshAxis`: the devices along an axis of a mesh, arrays put on them, and `jax.shard_map`.
 
 A function that takes `mesh=` shards its work along one axis of the mesh, or several, and runs on
 every device by `jax.shard_map`. Partition specs say how arguments and results are sharded. Along
 other axes of the mesh nothing is sharded that was not before.
+
+Committed arrays stay where they are. Of others, a program with one process has all; in a
+multi-process program each process has its own examples of a batch, and the same values of all else.
 """
 
 import math
@@ -19,9 +22,6 @@ from curvax import _jax
 from curvax._errors import check_divides, where
 from curvax._tree import leaf_name
 from curvax._types import Array, PyTree
-
-__all__ = ["Axis", "MeshAxis", "check_is_mesh"]
-
 
 Axis = str | Sequence[str]
 """The name of an axis of a mesh, or of several that count as one."""
@@ -107,6 +107,21 @@ class MeshAxis:
     def sharding(self, position: int | None) -> NamedSharding:
         """Return the sharding of such an array."""
         return NamedSharding(self.mesh, self.spec(position))
+
+    def put(self, leaf: Any, spec: PartitionSpec, *, is_process_local: bool = False) -> Any:
+        """Put an array on the devices of the mesh, unless it is committed.
+
+        With `is_process_local`, each process of several has its own part of what is sharded;
+        otherwise each has all of it. A Python number stays one: it has no dtype yet.
+        """
+        if is_committed(leaf) or isinstance(leaf, bool | int | float | complex):
+            return leaf
+        sharding = NamedSharding(self.mesh, spec)
+        if not self.is_multi_process:
+            return jax.device_put(leaf, sharding)
+        local = np.asarray(_jax.unwrap_keys(leaf) if isinstance(leaf, jax.Array) else leaf)
+        shape = None if is_process_local else local.shape
+        return _jax.wrap_keys(jax.make_array_from_process_local_data(sharding, local, shape), leaf)
 
     def axis_index(self) -> Array:
         """`lax.axis_index`, under `shard_map`."""
@@ -221,3 +236,16 @@ def _names(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def is_committed(leaf: Any) -> bool:
+    """Return whether an array is committed to devices. Tracers are: they go where they run."""
+    return _jax.is_tracer(leaf) or (isinstance(leaf, jax.Array) and leaf.committed)
+
+
+def to_host(leaf: Any) -> Any:
+    """Return all of a JAX array, also what other processes have of it, as a NumPy array.
+
+    All processes must call this. What is not a JAX array is returned as it is.
+    """
+    return np.asarray(_jax.gathered_whole(leaf)) if isinstance(leaf, jax.Array) else leaf

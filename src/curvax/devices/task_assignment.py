@@ -18,17 +18,12 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array, PyTree
 
-__all__ = ["assign", "own_rows", "run_assigned", "with_replicated_arrays"]
-
-
-# `with_replicated_arrays`: functions that only some devices run, or not all equally often.
-#
-# Along `Auto` axes of a mesh the compiler shards arrays as it likes, and inserts collectives where
-# they are needed. In a function that some devices do not run, these would wait forever.
-
 
 def with_replicated_arrays(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """Return `fun` without collectives inside: the arrays it closes over are gathered outside.
+
+    Along `Auto` axes of a mesh the compiler shards arrays as it likes, and inserts collectives
+    where they are needed. In a function that some devices do not run, these would wait forever.
 
     Arguments:
         fun: a function of replicated arrays, if any.
@@ -170,9 +165,6 @@ class _Layout:
             (place, lax.slice(buffer, (begin,), (begin + size,)))
             for place, begin, size in zip(self.places, self.begins, self.sizes, strict=True)
         ]
-
-
-# `own_rows`: a loop on each device over its own rows.
 
 
 def own_rows(

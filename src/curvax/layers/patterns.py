@@ -26,8 +26,6 @@ from curvax.layers.detection.program import (
 )
 from curvax.layers.tags import LayerTag, conv2d_tag, dense_tag, scale_and_shift_tag
 
-__all__ = ["DEFAULT_GRAPH_PATTERNS", "GraphMatcherComparator", "GraphPattern", "Match", "matches"]
-
 
 class GraphMatcherComparator:
     """Says whether an operation of a program is that of a pattern.

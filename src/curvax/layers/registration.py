@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.examples import Examples, LocatedExamples, find_examples
 from curvax.layers.detection.layers import FoundLayer, build_layers
@@ -38,19 +38,6 @@ from curvax.layers.patterns import (
     matches,
 )
 from curvax.losses.tag import noted_registrations
-
-__all__ = [
-    "Options",
-    "Registration",
-    "RegistrationError",
-    "TaggedFunction",
-    "auto_register_tags",
-    "check_reached",
-    "check_tags",
-    "register",
-    "registers_loss",
-    "registration_options",
-]
 
 
 class RegistrationError(ValueError):

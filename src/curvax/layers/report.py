@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from curvax._table import table
+from curvax._reports import table
 from curvax._types import Fun, PyTree
 from curvax.layers.detection.layers import FoundLayer
 from curvax.layers.registration import Registration, register, registration_options
-
-__all__ = ["ParameterRow", "RegistrationReport", "explain_registration"]
 
 
 @dataclass(frozen=True)

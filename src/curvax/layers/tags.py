@@ -5,24 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from curvax._errors import where
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Array
-
-__all__ = [
-    "LayerTag",
-    "conv2d_tag",
-    "conv_tag",
-    "dense_tag",
-    "embedding_tag",
-    "generic_tag",
-    "register_conv",
-    "register_conv2d",
-    "register_dense",
-    "register_embedding",
-    "register_generic",
-    "register_scale_and_shift",
-    "scale_and_shift_tag",
-]
 
 
 class LayerTag(Tag):

@@ -27,27 +27,6 @@ from curvax import _jax
 from curvax._types import Array
 from curvax.layers.detection.axes import Arrangement
 
-__all__ = [
-    "CONVOLUTION_ARGUMENTS",
-    "INTERACT",
-    "NOT_FOLLOWED",
-    "UNKNOWN",
-    "ConvolutionUse",
-    "CustomUse",
-    "DenseUse",
-    "EmbeddingUse",
-    "ExamplesAt",
-    "GenericUse",
-    "LayerUse",
-    "Loop",
-    "ParamUse",
-    "ScaleAndShiftUse",
-    "Slice",
-    "convolution_arguments",
-    "same_examples",
-]
-
-
 UNKNOWN = "examples unknown"
 """How a remark begins on a layer of which it is not known which examples it is applied to."""
 

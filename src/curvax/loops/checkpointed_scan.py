@@ -30,9 +30,6 @@ from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["checkpoint_chunked_scan", "checkpointed_scan", "nested_lengths", "run_nested"]
-
-
 DEFAULT_LEVELS = 2
 
 State: TypeAlias = tuple[Carry, PyTree]
@@ -267,9 +264,6 @@ def _narrowed(program: ScanProgram, time: Size, count: int) -> tuple[ScanProgram
     return narrowed, narrowed.span[1]
 
 
-# `checkpoint_chunked_scan`: a scan whose gradient remembers one carry for each chunk of steps.
-
-
 def checkpoint_chunked_scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: PyTree,
@@ -340,7 +334,8 @@ def checkpoint_chunked_scan(
     def run(size: int | None, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         program = ScanProgram.of(body, init, xs, length, reverse)
         with program.mesh():
-            return _run_chunks(program, size or max(1, program.length), unroll)
+            chunk = max(1, min(size or program.length, program.length))
+            return run_nested(program, (1, chunk), unroll)  # Two levels: chunks, and their steps.
 
     if budget is None:
         return run(chunk_size, init, xs)
@@ -354,31 +349,3 @@ def checkpoint_chunked_scan(
 
 
 _ADVICE = "What else helps: checkpointed_scan, whose nested checkpoints need less."
-
-
-def _run_chunks(program: ScanProgram, size: int, unroll: int | bool) -> tuple[PyTree, PyTree]:
-    size = min(size, max(1, program.length))
-    within = unroll_within(unroll, size)
-    outputs = Outputs(program, program.length)
-    num_full, rest = divmod(program.length, size)
-
-    def chunk(state: tuple[Carry, PyTree], time: Size, count: int, alone: bool) -> Any:
-        carry, buffers = state
-        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
-        run = jax.checkpoint(
-            lambda carry, time: program.steps(carry, time, count, min(within, count)),
-            prevent_cse=alone,
-        )
-        carry, ys = run(carry, time)
-        return carry, outputs.write(buffers, ys, program.rows(time, count))
-
-    state = program.init, outputs.allocate()
-    if num_full > 1:
-        body = lambda state, number: (chunk(state, number * size, size, alone=False), None)
-        state = lax.scan(body, state, jnp.arange(num_full))[0]
-    elif num_full == 1:
-        state = chunk(state, 0, size, alone=True)
-    if rest:
-        state = chunk(state, num_full * size, rest, alone=True)
-    carry, buffers = state
-    return carry, outputs.finish(buffers)

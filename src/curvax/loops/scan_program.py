@@ -16,13 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax import _jax, _slicing
-from curvax._dtypes import promote_weak
 from curvax._errors import as_integer, where
 from curvax._tree import leaf_name
-from curvax._types import Array, Carry, PyTree, Size
-
-__all__ = ["Outputs", "ScanProgram", "save_all_but_reads", "scan_length", "unroll_within"]
-
+from curvax._types import Array, Carry, PyTree, Size, promote_weak
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -19,9 +19,6 @@ from curvax._slicing import Rows
 from curvax._types import Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, save_all_but_reads, unroll_within
 
-__all__ = ["sliced_scan"]
-
-
 State: TypeAlias = tuple[Carry, PyTree]
 """Of the loop over groups: the carry, and the buffers for the kept outputs."""
 

@@ -15,12 +15,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.losses.arithmetic import widened
 from curvax.losses.distributions import Categorical, OneHotCategorical
-from curvax.losses.loss_function import WithTargets
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
-
-__all__ = ["CategoricalLogitsNegativeLogProbLoss", "OneHotCategoricalLogitsNegativeLogProbLoss"]
+from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
 
 
 class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

@@ -11,37 +11,13 @@ change their variance.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.losses.arithmetic import over_examples, sum_of_events, widened
-
-__all__ = ["Bernoulli", "Categorical", "Distribution", "Normal", "OneHotCategorical"]
-
-
-@runtime_checkable
-class Distribution(Protocol):
-    """What a loss needs of a distribution."""
-
-    def sample(self, *, seed: Array) -> Array:
-        """One outcome for each example, drawn with this random key."""
-        ...
-
-    def log_prob(self, value: Any) -> Array:
-        """The logarithm of the probability (or its density) of each example's outcome."""
-        ...
-
-    def mean(self) -> Array:
-        """The mean outcome."""
-        ...
-
-    def entropy(self) -> Array:
-        """The mean of `-log_prob`, for each example."""
-        ...
+from curvax.losses.loss_function import over_examples, sum_of_events, widened
 
 
 @dataclass(frozen=True, eq=False)

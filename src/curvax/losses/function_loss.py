@@ -1,4 +1,4 @@
-"""`register_loss`: any per-example function of the user's as a loss.
+"""`FunctionLoss`: any per-example function as a loss, as `register_loss` registers it.
 
 Its GGN is the Hessian of the function in the prediction, one (n, n) block for each example, by
 autodiff. An eigendecomposition `V diag(λ) Vᵀ` gives the factor `B = V diag(sqrt(λ))` and shows
@@ -21,69 +21,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from curvax import _jax
-from curvax._errors import where
-from curvax._tree import Same
 from curvax._types import Array, Fun
-from curvax.losses.arithmetic import Shape, widened
-from curvax.losses.checks import check_predictions, check_weight
-from curvax.losses.loss_function import LossFunction, WithTargets
+from curvax.losses.loss_function import LossFunction, Shape, WithTargets, widened
 from curvax.losses.tag import LossTag
-
-__all__ = ["FunctionLoss", "register_loss"]
-
-
-def register_loss(
-    fn: Fun, predictions: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
-) -> Array:
-    """Register any loss, given as a function of one example, with its GGN by autodiff.
-
-    The loss that is registered is `weight * jax.vmap(fn)(predictions, targets)`. Its GGN is the
-    Hessian of `fn` in the prediction, and `fn` must be convex in it wherever the GGN is asked for.
-    It has no predictive distribution: of the estimation modes, 'ggn_exact', 'ggn_curvature_prop'
-    and, with targets, 'fisher_empirical' work.
-
-    The Hessian is held for each example and decomposed, which is meant for predictions of up to
-    some hundred numbers. For others write a subclass of `LossFunction` that knows its factor.
-    Define `fn` once and pass the same function each time: for each new function object a small
-    new operation is made.
-
-    Arguments:
-        fn: a twice differentiable function of one prediction and one target, arrays without the
-            batch axis, to a real scalar. Without targets it takes the prediction alone.
-        predictions: the predictions, examples along the first axis.
-        targets: the targets, examples along the first axis, of any dtype.
-        weight: what the loss is multiplied by, a number, or one for each example.
-
-    Returns:
-        The predictions, tagged.
-
-    Raises:
-        TypeError: if the predictions are not real floating-point, or `fn` returns no real scalar.
-        ValueError: if there is no batch axis, the targets have another number of examples, or the
-            weight is negative or of the wrong shape. Later, when the GGN is asked for: if the
-            Hessian has a negative eigenvalue.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import curvax
-        >>> def log_cosh(prediction, target):
-        ...     return jnp.sum(jnp.log(jnp.cosh(prediction - target)))
-        >>> curvax.register_loss(log_cosh, jnp.zeros((2, 1)), jnp.ones((2, 1)))
-        Array([[0.],
-               [0.]], dtype=float32)
-    """
-    predictions = check_predictions(predictions, "predictions", min_ndim=1)
-    arrays = {"predictions": predictions}
-    if targets is not None:
-        arrays["targets"] = jnp.asarray(targets)
-        if arrays["targets"].shape[:1] != predictions.shape[:1]:
-            raise ValueError(
-                f"{where()}: predictions and targets have their examples along the first axis, but "
-                f"their shapes are {predictions.shape} and {arrays['targets'].shape}."
-            )
-    _check_function(fn, arrays)
-    arrays["weight"] = check_weight(weight, predictions)
-    return _tag_of(fn).bind(*arrays.values(), args_names=tuple(arrays))[0]
 
 
 class FunctionLoss(WithTargets, LossFunction):
@@ -128,7 +68,7 @@ class FunctionLoss(WithTargets, LossFunction):
 
     def evaluate_unweighted(self, targets: Any) -> Array:
         """The function of each example."""
-        others = () if targets is None else (_in_float32_at_least(jnp.asarray(targets)),)
+        others = () if targets is None else (widened(targets),)
         values = jax.vmap(self._fn)(widened(self._predictions), *others)
         return jnp.asarray(values).astype(self._predictions.dtype)
 
@@ -170,7 +110,7 @@ class FunctionLoss(WithTargets, LossFunction):
 
     def _hessians(self) -> Array:
         event = self._predictions.shape[1:]
-        others = () if self._targets is None else (_in_float32_at_least(self._targets),)
+        others = () if self._targets is None else (widened(self._targets),)
         of_flat = lambda x, *others: self._fn(x.reshape(event), *others)
         return jax.vmap(jax.hessian(of_flat))(self._flat(self._predictions), *others)
 
@@ -188,7 +128,7 @@ class FunctionLossTag(LossTag):
 
     def bind(self, *args: Any, args_names: Sequence[str], **params: Any) -> list[Any]:
         """Tag a loss. Whoever holds the operation also holds the function."""
-        params = {"function": Same(self._held()), **params}
+        params = {"function": _jax.Same(self._held()), **params}
         return super().bind(*args, args_names=args_names, **params)
 
     def _held(self) -> Fun:
@@ -204,7 +144,7 @@ class FunctionLossTag(LossTag):
 _tags: dict[int, FunctionLossTag] = {}  # By the identity of a function, for as long as it lives.
 
 
-def _tag_of(fn: Fun) -> FunctionLossTag:
+def tag_of(fn: Fun) -> FunctionLossTag:
     """The one tag of a function."""
     tag = _tags.get(id(fn))
     if tag is None:
@@ -221,24 +161,6 @@ def _reference(fn: Fun) -> Callable[[], Fun | None]:
         return weakref.ref(fn)
     except TypeError:
         return lambda: fn
-
-
-def _check_function(fn: Fun, arrays: dict[str, Array]) -> None:
-    wide = map(_in_float32_at_least, arrays.values())
-    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in wide]
-    returned = jax.eval_shape(lambda *example: fn(*example), *one)
-    found = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(returned)]
-    is_scalar = isinstance(returned, jax.ShapeDtypeStruct) and returned.shape == ()
-    if not is_scalar or not jnp.issubdtype(returned.dtype, jnp.floating):
-        raise TypeError(
-            f"{where()}: fn takes one example and must return a real floating-point scalar. For "
-            f"arrays of the shapes {[x.shape for x in one]} it returned {', '.join(found)}. Sum "
-            f"over the entries of a prediction inside of fn; the batch axis is not there."
-        )
-
-
-def _in_float32_at_least(x: Array) -> Array:
-    return widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _refused(eigenvalues: Array, fn: Fun) -> Array:

@@ -1,4 +1,4 @@
-"""`LossFunction`: what curvature needs to know of a loss.
+"""The bases of all losses: what curvature needs to know of a loss.
 
 Training minimises the mean over the batch of `weight * loss(prediction, target)`. Around a point,
 curvature in the predictions is a matrix G, one block for each example, and a factor B of it with
@@ -10,24 +10,17 @@ something cheaper. Methods whose names end in `_unweighted` leave the weight to 
 """
 
 import abc
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._dtypes import at_least_single
-from curvax._types import Array
-from curvax.losses.arithmetic import (
-    Shape,
-    over_examples,
-    replicated_one_hot,
-    transposed,
-    widest,
-)
+from curvax._types import Array, at_least_single
 
-__all__ = ["LossFunction", "WithTargets"]
+Shape = tuple[int, ...]
+Factor = Callable[[Array], tuple[Array, ...]]
 
 
 class LossFunction(abc.ABC):
@@ -316,7 +309,229 @@ class LossFunction(abc.ABC):
         return tuple(self._times(x, mode) for x in arrays)
 
 
-# What losses with targets share: keeping them, and naming them among what they are made of.
+class NegativeLogProbLoss(LossFunction):
+    """A loss that is a negative log-probability of its targets, and so has a Fisher matrix.
+
+    The Fisher matrix is `F = E[g gᵀ]`, where g is the gradient of the loss in the predictions and
+    the targets come from the distribution that the predictions describe. In the natural parameters
+    of an exponential family (logits, a mean of known variance) the Hessian does not depend on the
+    targets and equals F. So the GGN of such a loss is its Fisher matrix.
+
+    A class of your own needs a constructor, `targets`, `parameter_independants`, `params`,
+    `fisher_factor_inner_shape`, `copy_with_different_inputs`, `evaluate_unweighted`, `sample` and
+    `multiply_fisher_factor_unweighted`. Its GGN is its Fisher matrix unless it says otherwise.
+
+    Arguments:
+        weight: what the loss is multiplied by, a number, or one for each example.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loss = curvax.NormalMeanNegativeLogProbLoss(jnp.zeros((2, 1)), variance=0.25)
+        >>> isinstance(loss, curvax.NegativeLogProbLoss)
+        True
+        >>> loss.multiply_fisher((jnp.ones((2, 1)),))
+        (Array([[4.],
+               [4.]], dtype=float32),)
+    """
+
+    needs_targets = True
+
+    @property
+    def parameter_dependants(self) -> tuple[Array, ...]:
+        """The arrays that depend on parameters: those of the distribution."""
+        return self.params
+
+    @property
+    @abc.abstractmethod
+    def params(self) -> tuple[Array, ...]:
+        """The arrays that describe the distribution."""
+
+    @abc.abstractmethod
+    def sample(self, rng: Array) -> Array:
+        """Targets drawn from the distribution, one for each example.
+
+        Arguments:
+            rng: a random key.
+
+        Returns:
+            An array that `evaluate` takes as targets.
+        """
+
+    def grad_of_evaluate_on_sample(self, rng: Array, coefficient_mode: str) -> tuple[Array, ...]:
+        """As `grad_of_evaluate`, of targets drawn from the distribution.
+
+        Its mean is zero, and with "sqrt" its covariance is the Fisher matrix, weight included.
+
+        Arguments:
+            rng: a random key.
+            coefficient_mode: as in `evaluate`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`.
+
+        Raises:
+            ValueError: if the mode is none of the three.
+        """
+        return self.grad_of_evaluate(self.sample(rng), coefficient_mode)
+
+    def multiply_fisher(self, vector: Sequence[Array]) -> tuple[Array, ...]:
+        """The product of the Fisher matrix and a vector.
+
+        Arguments:
+            vector: arrays like the `parameter_dependants`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`.
+        """
+        return self._weighted(self.multiply_fisher_unweighted(vector))
+
+    def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array, ...]:
+        """As `multiply_fisher`, without the weight."""
+        inner = self.multiply_fisher_factor_transpose_unweighted(vector)
+        return self.multiply_fisher_factor_unweighted(inner)
+
+    def multiply_fisher_factor(self, vector: Array) -> tuple[Array, ...]:
+        """The product of the factor B of the Fisher matrix and a vector.
+
+        Any B with `B Bᵀ` equal to the Fisher matrix will do; it is the same in all methods.
+
+        Arguments:
+            vector: an array of the shape `fisher_factor_inner_shape`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`.
+        """
+        return self._weighted(self.multiply_fisher_factor_unweighted(vector), "sqrt")
+
+    @abc.abstractmethod
+    def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array, ...]:
+        """As `multiply_fisher_factor`, without the weight."""
+
+    def multiply_fisher_factor_transpose(self, vector: Sequence[Array]) -> Array:
+        """The product of the transpose of the factor B of the Fisher matrix and a vector.
+
+        Arguments:
+            vector: arrays like the `parameter_dependants`.
+
+        Returns:
+            An array of the shape `fisher_factor_inner_shape`.
+        """
+        return self._times(self.multiply_fisher_factor_transpose_unweighted(vector), "sqrt")
+
+    def multiply_fisher_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
+        """As `multiply_fisher_factor_transpose`, without the weight."""
+        factor = self.multiply_fisher_factor_unweighted
+        return transposed(factor, self.fisher_factor_inner_shape, self._inner_dtype)(vector)
+
+    def multiply_fisher_factor_replicated_one_hot(self, index: Sequence[int]) -> tuple[Array, ...]:
+        """The product of the factor B of the Fisher matrix and one unit vector for all examples.
+
+        Arguments:
+            index: where each slice along the first axis of an array of the shape
+                `fisher_factor_inner_shape` has its one; it is zero elsewhere.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`: one column of B for each example.
+
+        Raises:
+            ValueError: if the index does not have one number for each axis but the first.
+        """
+        columns = self.multiply_fisher_factor_replicated_one_hot_unweighted(index)
+        return self._weighted(columns, "sqrt")
+
+    def multiply_fisher_factor_replicated_one_hot_unweighted(
+        self, index: Sequence[int]
+    ) -> tuple[Array, ...]:
+        """As `multiply_fisher_factor_replicated_one_hot`, without the weight."""
+        one_hot = replicated_one_hot(index, self.fisher_factor_inner_shape, self._inner_dtype)
+        return self.multiply_fisher_factor_unweighted(one_hot)
+
+    @property
+    @abc.abstractmethod
+    def fisher_factor_inner_shape(self) -> Shape:
+        """The shape of what `multiply_fisher_factor` takes; its first axis is that of examples."""
+
+    # The GGN is the Fisher matrix.
+
+    def multiply_ggn_unweighted(self, vector: Sequence[Array]) -> tuple[Array, ...]:
+        """As `multiply_ggn`, without the weight: the GGN is the Fisher matrix."""
+        return self.multiply_fisher_unweighted(vector)
+
+    def multiply_ggn_factor_unweighted(self, vector: Array) -> tuple[Array, ...]:
+        """As `multiply_ggn_factor`, without the weight: the GGN is the Fisher matrix."""
+        return self.multiply_fisher_factor_unweighted(vector)
+
+    def multiply_ggn_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
+        """As `multiply_ggn_factor_transpose`, without the weight: the GGN is the Fisher matrix."""
+        return self.multiply_fisher_factor_transpose_unweighted(vector)
+
+    def multiply_ggn_factor_replicated_one_hot_unweighted(
+        self, index: Sequence[int]
+    ) -> tuple[Array, ...]:
+        """As `multiply_ggn_factor_replicated_one_hot`, without the weight."""
+        return self.multiply_fisher_factor_replicated_one_hot_unweighted(index)
+
+    @property
+    def ggn_factor_inner_shape(self) -> Shape:
+        """The shape of what `multiply_ggn_factor` takes: that of the Fisher matrix's factor."""
+        return self.fisher_factor_inner_shape
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """What a loss needs of a distribution."""
+
+    def sample(self, *, seed: Array) -> Array:
+        """One outcome for each example, drawn with this random key."""
+        ...
+
+    def log_prob(self, value: Any) -> Array:
+        """The logarithm of the probability (or its density) of each example's outcome."""
+        ...
+
+    def mean(self) -> Array:
+        """The mean outcome."""
+        ...
+
+    def entropy(self) -> Array:
+        """The mean of `-log_prob`, for each example."""
+        ...
+
+
+class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
+    """A negative log-probability loss with a distribution object, `dist`.
+
+    Arguments:
+        weight: what the loss is multiplied by, a number, or one for each example.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(jnp.zeros((2, 3)))
+        >>> isinstance(loss, curvax.DistributionNegativeLogProbLoss)
+        True
+        >>> loss.dist.probs[0]
+        Array([0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    @property
+    @abc.abstractmethod
+    def dist(self) -> Distribution:
+        """The distribution that the predictions describe."""
+
+    def evaluate_unweighted(self, targets: Any) -> Array:
+        """The negative log-probability of each example's target."""
+        return -self.dist.log_prob(targets)
+
+    def sample(self, rng: Array) -> Array:
+        """Targets drawn from the distribution, one for each example."""
+        return self.dist.sample(seed=rng)
+
+    @property
+    def fisher_factor_inner_shape(self) -> Shape:
+        """The shape of what `multiply_fisher_factor` takes: that of the first of `params`."""
+        return self.params[0].shape
 
 
 class WithTargets:
@@ -342,3 +557,58 @@ class WithTargets:
     def _further(self) -> tuple[Any, ...]:
         """What else does not depend on parameters."""
         return ()
+
+
+# The arithmetic of batches that the losses share.
+#
+# A loss computes in its own dtype, except that half precision is too coarse for logarithms and
+# exponentials: these are taken in float32, and what comes out is cast back. Numbers that belong to
+# whole examples (a weight, a variance) are scalars, or have the leading axes of what they scale.
+
+
+def widened(x: ArrayLike) -> Array:
+    """Real numbers in the dtype in which to compute with them."""
+    array = jnp.asarray(x)
+    return array.astype(at_least_single(array.dtype))
+
+
+def widest(arrays: Iterable[Array]) -> Any:
+    """The dtype of the most bits among these arrays."""
+    return max((x.dtype for x in arrays), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def over_examples(x: ArrayLike, like: Array) -> Array:
+    """`x` with axes of length one at its end, so that it multiplies the examples of `like`."""
+    array = jnp.asarray(x).astype(like.dtype)
+    return array.reshape(array.shape + (1,) * (like.ndim - array.ndim)) if array.ndim else array
+
+
+def columns(x: Array) -> Array:
+    """A batch of arrays as they are, and a batch of numbers as one of vectors of length one."""
+    return x if x.ndim > 1 else x[..., None]
+
+
+def sum_of_events(x: Array) -> Array:
+    """The sum over all axes but the first: one number for each example."""
+    return jnp.sum(x, axis=tuple(range(1, x.ndim)))
+
+
+def transposed(factor: Factor, shape: Shape, dtype: Any) -> Callable[[Sequence[Array]], Array]:
+    """The transpose of a linear function of one array of this shape and dtype."""
+    transpose = jax.linear_transpose(factor, jax.ShapeDtypeStruct(shape, dtype))
+
+    def apply(vector: Sequence[Array]) -> Array:
+        (product,) = transpose(tuple(vector))
+        return product
+
+    return apply
+
+
+def replicated_one_hot(index: Sequence[int], shape: Shape, dtype: Any) -> Array:
+    """Zeros, but for a one at `index` of each slice along the first axis."""
+    if len(index) != len(shape) - 1:
+        raise ValueError(
+            f"curvax: the index of a replicated one-hot vector has one number for each axis but "
+            f"the first of the factor's inner shape {shape}, got {tuple(index)}."
+        )
+    return jnp.zeros(shape, dtype).at[(slice(None), *index)].set(1)

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.losses.arithmetic import widened
 from curvax.losses.distributions import Bernoulli
-from curvax.losses.loss_function import WithTargets
-from curvax.losses.negative_log_prob import DistributionNegativeLogProbLoss
-
-__all__ = ["MultiBernoulliNegativeLogProbLoss"]
+from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
 
 
 class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):

@@ -12,10 +12,7 @@ from collections.abc import Generator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from curvax._tag import Tag
-
-__all__ = ["LossTag", "noted_registrations"]
-
+from curvax._jax import Tag
 
 _noted: ContextVar[list[str] | None] = ContextVar("noted_registrations", default=None)
 

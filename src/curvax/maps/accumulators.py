@@ -2,30 +2,35 @@
 
 `AccumulationType` names the four that come with curvax, `Accumulator` is how users write one of
 their own, and either, or any pytree prefix of them, says what to do with the outputs of a
-function. `Reduction` turns that into the reducer that the loop runs.
+function. `Reduction` turns that into the reducers that the loop runs: one for each way to treat an
+output leaf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvax import _jax
-from curvax._dtypes import promote_weak
+from curvax import _jax, _slicing
 from curvax._errors import where
 from curvax._tree import broadcast_prefix
-from curvax._types import Array, Carry, PyTree, Size
+from curvax._types import (
+    Array,
+    Carry,
+    PyTree,
+    Size,
+    TreeDef,
+    at_least_single,
+    promote_weak,
+)
 from curvax.maps.arguments import normal_axis
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
-from curvax.maps.reducers import Collect, Mean, Prefix, RunningMean, Same, ShardedReducer, Sum
 from curvax.maps.sharding import BatchSharding
-
-__all__ = ["AccumulationType", "Accumulator", "Reduction"]
 
 
 class AccumulationType(Enum):
@@ -101,14 +106,289 @@ class Accumulator:
     combine: Callable[[Any, Any], Any] | None = None
 
 
+# Reducers: what becomes of the values of successive chunks.
+#
+# A reducer takes the value of each chunk in turn into a carry and makes the result of it. Reducers
+# are made for values of known shape. With `per_example=True` these have a leading axis of examples,
+# which is reduced too. Sums of half-precision numbers are kept in float32.
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """Combines the values of chunks one by one."""
+
+    def init(self) -> Carry:
+        """Return the carry before the first chunk."""
+        ...
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        """Return the carry after that chunk."""
+        ...
+
+    def finalize(self, carry: Carry, examples: Size, sharding: BatchSharding | None) -> PyTree:
+        """Return the result of `examples` examples.
+
+        With a `sharding`, under `shard_map`, these are the local ones, and the result is that of
+        all devices.
+        """
+        ...
+
+
+@runtime_checkable
+class ShardedReducer(Reducer, Protocol):
+    """A reducer whose result may be sharded."""
+
+    def specs(self, sharding: BatchSharding) -> PyTree:
+        """Return how the result is sharded: partition specs, for a prefix of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Each example's output in the place of the example, along `axis` of the result.
+
+    The values have their examples along axis 0. Examples that are not run are zero.
+    """
+
+    like: jax.ShapeDtypeStruct
+    plan: ChunkPlan
+    axis: int
+
+    def init(self) -> Array:
+        rows_like = jax.eval_shape(self._rows_of, self.like)
+        return self.plan.lay_out(
+            _slicing.allocate(self.plan.length, rows_like, self.axis), self.axis
+        )
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check(self.like, value, chunk, rows=True)
+        return _slicing.write(carry, self._rows_of(value), chunk.rows, self.axis)
+
+    def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
+        del examples
+        rows = self.plan.put_back(carry, self.axis)
+        rows = rows if sharding is None else sharding.rows(rows, self.axis)
+        return _jax.wrap_keys(rows, self.like)
+
+    def specs(self, sharding: BatchSharding) -> PartitionSpec:
+        return sharding.spec(self.axis)
+
+    def _rows_of(self, value: Array) -> Array:
+        moved = value if self.axis == 0 else jnp.moveaxis(value, 0, self.axis)
+        return _jax.unwrap_keys(moved)
+
+
+class _Replicated:
+    """The base of reducers whose results have no axis of examples."""
+
+    def specs(self, sharding: BatchSharding) -> PartitionSpec:
+        return sharding.spec(None)
+
+
+@dataclass(frozen=True)
+class Unbatched(_Replicated):
+    """An output that is the same for every chunk."""
+
+    like: jax.ShapeDtypeStruct
+
+    def init(self) -> Array:
+        return _jax.filled_like(jax.eval_shape(_jax.unwrap_keys, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        del carry, chunk
+        return _jax.unwrap_keys(value)
+
+    def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
+        del examples
+        if sharding is not None and not sharding.partition.each:
+            carry = sharding.stacked(carry)[0]  # Devices without examples do not know it.
+        return _jax.wrap_keys(carry, self.like)
+
+
+@dataclass(frozen=True)
+class Sum(_Replicated):
+    """The sum over chunks, or with `per_example` over all examples."""
+
+    like: jax.ShapeDtypeStruct
+    per_example: bool
+
+    def init(self) -> Array:
+        return _jax.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check(self.like, value, chunk, rows=self.per_example)
+        return carry + self._term(value)
+
+    def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
+        del examples
+        total = carry if sharding is None else sharding.axis.psum(carry)
+        return total.astype(jax.eval_shape(jnp.sum, self.like).dtype)
+
+    def _term(self, value: Array) -> Array:
+        dtype = at_least_single(jax.eval_shape(jnp.sum, self.like).dtype)
+        return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Mean(_Replicated):
+    """The mean over examples: a sum, divided at the end.
+
+    With `per_example` it is the sum over examples. Otherwise each value is the mean of its chunk
+    and is weighted by the size of that, in units of the first so that even chunks just add up.
+    """
+
+    like: jax.ShapeDtypeStruct
+    per_example: bool
+    plan: ChunkPlan
+
+    def init(self) -> Array:
+        return _jax.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check(self.like, value, chunk, rows=self.per_example)
+        term, weight = self._term(value), chunk.size / self._unit
+        return carry + (term if self.per_example or weight == 1 else weight * term)
+
+    def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
+        if sharding is not None:
+            carry, examples = sharding.axis.psum(carry), sharding.total(examples)
+        weight = _real(examples, carry) / self._unit
+        return (carry / weight.astype(carry.dtype)).astype(self.like.dtype)
+
+    @property
+    def _unit(self) -> int:
+        return 1 if self.per_example else max(1, self.plan.runs()[0].size)
+
+    def _term(self, value: Array) -> Array:
+        dtype = at_least_single(value.dtype)
+        return jnp.sum(value, axis=0, dtype=dtype) if self.per_example else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class RunningMean(_Replicated):
+    """The mean over examples, a mean at every step.
+
+    No sum is ever formed that is larger than the values, so none overflows.
+    """
+
+    like: jax.ShapeDtypeStruct
+    per_example: bool
+
+    def init(self) -> Array:
+        return _jax.filled_like(jax.eval_shape(self._term, self.like))
+
+    def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
+        _check(self.like, value, chunk, rows=self.per_example)
+        seen = _real(jnp.maximum(chunk.examples_before + chunk.size, 1), carry)
+        weight = (chunk.size / seen).astype(carry.dtype)
+        return (1 - weight) * carry + weight * self._term(value)
+
+    def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
+        if sharding is not None:
+            total = sharding.total(examples)
+            fraction = _real(examples, carry) / _real(jnp.maximum(total, 1), carry)
+            carry = sharding.axis.psum(fraction.astype(carry.dtype) * carry)
+            examples = total
+        return jnp.where(jnp.asarray(examples > 0), carry, jnp.nan).astype(self.like.dtype)
+
+    def _term(self, value: Array) -> Array:
+        value = value.astype(at_least_single(value.dtype))
+        if not self.per_example:
+            return value
+        # Divided before they are summed, because the sum may overflow where the mean does not.
+        return jnp.sum(value / max(1, value.shape[0]), axis=0)
+
+
+@dataclass(frozen=True)
+class _User(_Replicated):
+    """The reducer of an `Accumulator`."""
+
+    accumulator: Accumulator
+    like: PyTree
+    per_example: bool
+
+    def init(self) -> Carry:
+        value = jax.eval_shape(self._value, self.like)
+        carry = jax.tree.map(jnp.asarray, self.accumulator.init(value))
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        after = jax.eval_shape(self.accumulator.update, carry, value, index)
+        same = jax.tree.structure(carry) == jax.tree.structure(after)
+        if not same:
+            return carry
+        adopt = lambda given, returned: _jax.varying_like(promote_weak(given, returned), returned)
+        return jax.tree.map(adopt, carry, after)
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        index = jnp.asarray(chunk.index, jnp.int32)
+        return self._like(
+            carry, self.accumulator.update(carry, self._value(value), index), "update"
+        )
+
+    def finalize(self, carry: Carry, examples: Size, sharding: BatchSharding | None) -> PyTree:
+        del examples
+        if sharding is not None and sharding.partition.count > 1:
+            carry = self._combined(carry, sharding)
+        return self.accumulator.finalize(carry)
+
+    def _combined(self, carry: Carry, sharding: BatchSharding) -> Carry:
+        """Return one carry of those of all devices."""
+        combine = self.accumulator.combine
+        assert combine is not None
+
+        def step(carry: Carry, other: Carry) -> tuple[Carry, None]:
+            return self._like(carry, combine(carry, other), "combine"), None
+
+        carries = jax.tree.map(sharding.stacked, carry)
+        first = jax.tree.map(lambda x: x[0], carries)
+        others = jax.tree.map(lambda x: x[1:], carries)
+        return lax.scan(step, first, others)[0]
+
+    def _like(self, carry: Carry, returned: Carry, method: str) -> Carry:
+        new = jax.tree.map(jnp.asarray, returned)
+        before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
+        if before != after:
+            raise TypeError(
+                f"{where()}: Accumulator.{method} must return a carry like the one it was "
+                f"given; it was given {before} and returned {after}. Make init return such a carry."
+            )
+        return new
+
+    def _value(self, value: PyTree) -> PyTree:
+        return self.accumulator.aggregate(value) if self.per_example else value
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One reducer for each part of a pytree, where `structure` is a prefix of it."""
+
+    structure: TreeDef
+    reducers: Sequence[ShardedReducer]
+
+    def init(self) -> Carry:
+        return [reducer.init() for reducer in self.reducers]
+
+    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
+        parts = self.structure.flatten_up_to(value)
+        steps = zip(self.reducers, carry, parts, strict=True)
+        return [reducer.update(state, part, chunk) for reducer, state, part in steps]
+
+    def finalize(self, carry: Carry, examples: Size, sharding: BatchSharding | None) -> PyTree:
+        parts = zip(self.reducers, carry, strict=True)
+        results = [reducer.finalize(state, examples, sharding) for reducer, state in parts]
+        return self.structure.unflatten(results)
+
+    def specs(self, sharding: BatchSharding) -> PyTree:
+        return self.structure.unflatten([reducer.specs(sharding) for reducer in self.reducers])
+
+
 @dataclass(frozen=True)
 class Reduction:
     """What a map asks of its outputs: all that is known before the function has been traced.
 
     `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
     along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
-    None that an output has none. `limit` is how many chunks are run, if not all. `where` names
-    the public function in errors. `sharding` is there if the examples are sharded.
+    None that an output has none. `limit` is how many chunks are run, if not all. `sharding`
+    is there if the examples are sharded.
     """
 
     accumulator: PyTree
@@ -177,7 +457,7 @@ class Reduction:
 
     def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> ShardedReducer:
         if axis is None:
-            return Same(like)
+            return Unbatched(like)
         size = self.plan.runs()[0].size
         if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
             raise ValueError(
@@ -221,64 +501,22 @@ class Reduction:
             )
 
 
-@dataclass(frozen=True)
-class _User:
-    """The reducer of an `Accumulator`."""
+def _real(count: Size, like: Array) -> Array:
+    """Return a count as a real number of the precision of `like`."""
+    return jnp.asarray(count, jnp.finfo(like.dtype).dtype)
 
-    accumulator: Accumulator
-    like: PyTree
-    per_example: bool
 
-    def init(self) -> Carry:
-        value = jax.eval_shape(self._value, self.like)
-        carry = jax.tree.map(jnp.asarray, self.accumulator.init(value))
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        after = jax.eval_shape(self.accumulator.update, carry, value, index)
-        same = jax.tree.structure(carry) == jax.tree.structure(after)
-        if not same:
-            return carry
-        adopt = lambda given, returned: _jax.varying_like(promote_weak(given, returned), returned)
-        return jax.tree.map(adopt, carry, after)
-
-    def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
-        index = jnp.asarray(chunk.index, jnp.int32)
-        return self._like(
-            carry, self.accumulator.update(carry, self._value(value), index), "update"
+def _check(like: jax.ShapeDtypeStruct, value: Array, chunk: Chunk, rows: bool) -> None:
+    """Check that a value is like the first, except, with `rows`, for the size of its chunk."""
+    expected = (chunk.size, *like.shape[1:]) if rows else like.shape
+    if value.shape != expected or value.dtype != like.dtype:
+        raise ValueError(
+            f"{where()}: the function returned {like.dtype}{list(like.shape)} for a "
+            f"microbatch of {chunk.plan.runs()[0].size} examples and "
+            f"{value.dtype}{list(value.shape)} for one of {chunk.size}: these cannot be combined. "
+            f"Collect per-example outputs with AccumulationType.CONCAT, reduce them inside the "
+            f"function, or choose a microbatch size that divides {chunk.plan.length}."
         )
-
-    def finalize(self, carry: Carry, examples: Size) -> PyTree:
-        del examples
-        return self.accumulator.finalize(carry)
-
-    def finalize_sharded(self, carry: Carry, examples: Size, sharding: BatchSharding) -> PyTree:
-        if sharding.partition.count == 1:
-            return self.finalize(carry, examples)
-        combine = self.accumulator.combine
-        assert combine is not None
-
-        def combined(carry: Carry, other: Carry) -> tuple[Carry, None]:
-            return self._like(carry, combine(carry, other), "combine"), None
-
-        carries = jax.tree.map(sharding.stacked, carry)
-        first = jax.tree.map(lambda x: x[0], carries)
-        others = jax.tree.map(lambda x: x[1:], carries)
-        return self.finalize(lax.scan(combined, first, others)[0], examples)
-
-    def specs(self, sharding: BatchSharding) -> PartitionSpec:
-        return sharding.spec(None)
-
-    def _like(self, carry: Carry, returned: Carry, method: str) -> Carry:
-        new = jax.tree.map(jnp.asarray, returned)
-        before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
-        if before != after:
-            raise TypeError(
-                f"{where()}: Accumulator.{method} must return a carry like the one it was "
-                f"given; it was given {before} and returned {after}. Make init return such a carry."
-            )
-        return new
-
-    def _value(self, value: PyTree) -> PyTree:
-        return self.accumulator.aggregate(value) if self.per_example else value
 
 
 def _shape_and_dtype(x: Array) -> str:

@@ -18,8 +18,6 @@ from curvax._errors import where
 from curvax._tree import broadcast_prefix, leaf_name
 from curvax._types import Array, Axes, Fun, PyTree, TreeDef
 
-__all__ = ["Batch", "batched_arguments", "mapped_arguments", "normal_axis"]
-
 
 @dataclass(frozen=True)
 class Batch:

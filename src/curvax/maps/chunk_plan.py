@@ -29,16 +29,6 @@ from curvax._errors import as_integer, where
 from curvax._slicing import Column, Rows, fold, unfold
 from curvax._types import Array, Order, Size
 
-__all__ = [
-    "Chunk",
-    "ChunkPlan",
-    "Run",
-    "check_limit",
-    "check_order",
-    "contiguous_sizes",
-    "even_sizes",
-]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -16,8 +16,6 @@ from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["chunked_vmap"]
-
 
 def chunked_vmap(
     fun: Fun,
@@ -37,7 +35,7 @@ def chunked_vmap(
 
     Equal to `jax.vmap(fun, in_axes, out_axes)`, except that a loop runs over chunks of the axis,
     so that what `fun` computes on the way exists for one chunk only. The result is written in
-    place: beside it and the inputs, memory holds one chunk. `chunk_size` need not divide the
+    place: besides it and the inputs, memory holds one chunk. `chunk_size` need not divide the
     length of the axis, and `fun` is traced once.
 
     Under `jax.grad`, what the backward pass needs of each example is saved for all of them, as
@@ -62,17 +60,17 @@ def chunked_vmap(
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest chunk that fits; "time" one that is fast by a
             rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: split the examples among the devices of a mesh. `chunk_size` and `memory_budget` are
-            then for each device. Arguments that are not mapped are there whole on all of them.
+        mesh: shard the examples over the devices of a mesh. `chunk_size` and `memory_budget` are
+            then for each device. Arguments that are not mapped are replicated.
         axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
-            other axes nothing changes: parameters may be split there.
-        replicated: return all of the result to every device. By default it comes back split along
+            other axes nothing changes: parameters may be sharded there.
+        replicated: whether to replicate the result on every device. By default it is sharded along
             its `out_axes`, if the number of devices divides that of examples; JAX has no uneven
-            parts.
+            shards.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`, as any loop in JAX;
-        called by itself it is compiled anew each time. With a `memory_budget` it is compiled once
+        called by itself it is compiled again each time. With a `memory_budget` it is compiled once
         for each `fun` and shapes, called by itself or not.
 
     Raises:

@@ -13,33 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvax import _cpu, _jax, _slicing
+from curvax import _jax, _slicing
 from curvax._types import Array, Axes, Carry, Fun, Order, PyTree, Size, VmapFn
-from curvax.maps.accumulators import AccumulationType, Accumulator, Reduction
+from curvax.maps.accumulators import AccumulationType, Accumulator, Reducer, Reduction
 from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
-from curvax.maps.reducers import Reducer, ShardedReducer
 from curvax.maps.sharding import BatchSharding
-
-__all__ = [
-    "first_value",
-    "map_chunks",
-    "map_indices",
-    "reduce_batch",
-    "reduce_chunks",
-    "reduce_indices",
-    "trace_once",
-]
-
-
-# The one loop behind every map.
-#
-# `reduce_chunks` runs a function on the chunks of a plan, one after the other, and gives each value
-# to a reducer. Successive chunks of one size share one loop body; a chunk that stands alone is run
-# without a loop. Inputs are read, and collected outputs written, in place (`curvax._slicing`), so
-# that besides the inputs and the result only one chunk exists at a time.
-#
-# On a mesh, each device runs the loop on its shard of the examples.
 
 Compute = Callable[[Sequence[Array]], PyTree]
 
@@ -80,6 +59,11 @@ def reduce_chunks(
     is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
     computes each chunk again in the backward pass instead of saving what that needs. With a
     `sharding`, under `shard_map`, the arrays are local shards, and the result is of all devices.
+
+    This is the one loop behind every map. Chunks run one after the other. Successive chunks of one
+    size share one loop body; a chunk that stands alone is run without a loop. Inputs are read, and
+    collected outputs written, in place (`curvax._slicing`), so that besides the inputs and the
+    result only one chunk exists at a time.
     """
     value_of = _values(compute, arrays, axes, plan)
 
@@ -95,7 +79,8 @@ def reduce_chunks(
     if _no_loop(plan, limit):
         value = forgetful_value_of(first) if checkpoint else value_of(first)
         reducer = make_reducer(jax.eval_shape(lambda: value))
-        return _result(reducer, reducer.update(reducer.init(), value, first), plan.length, sharding)
+        carry = reducer.update(reducer.init(), value, first)
+        return reducer.finalize(carry, plan.length, sharding)
 
     with _jax.mesh_of(arrays):
         # JAX cannot checkpoint side effects; a function that has some remembers what it read.
@@ -106,7 +91,7 @@ def reduce_chunks(
             sharding.has_optional() if sharding is not None and plan.optional_last else None
         )
         carry = _run_all(value_in_loop, reducer, plan, limit, has_optional)
-        return _result(reducer, carry, _examples(plan, limit, has_optional), sharding)
+        return reducer.finalize(carry, _examples(plan, limit, has_optional), sharding)
 
 
 def _values(
@@ -124,15 +109,6 @@ def _values(
 
 def _first(plan: ChunkPlan) -> Chunk:
     return Chunk(plan, plan.runs()[0], 0)
-
-
-def _result(
-    reducer: Reducer, carry: Carry, examples: Size, sharding: BatchSharding | None
-) -> PyTree:
-    if sharding is None:
-        return reducer.finalize(carry, examples)
-    assert isinstance(reducer, ShardedReducer)
-    return reducer.finalize_sharded(carry, examples, sharding)
 
 
 def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
@@ -160,7 +136,7 @@ def _run_all(
             chunk = Chunk(plan, run, number if handed_on else index)
             value = value_of(chunk)
             if handed_on:
-                number = number + 1 + (_cpu.zero_after(value) if run.count == 1 else 0)
+                number = number + 1 + (_slicing.zero_after(value) if run.count == 1 else 0)
             return number, reducer.update(carry, value, chunk)
 
         last = run.first + run.count
@@ -187,13 +163,6 @@ def _examples(plan: ChunkPlan, limit: Size | None, has_optional: Array | None) -
     return sum(run.count * run.size for run in plan.runs(limit))
 
 
-# `reduce_batch`: the loop over the chunks of a batch, on one device or on all those of a mesh.
-#
-# On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
-# arrays are sharded along their batch axes, others replicated. How a result is sharded is up to the
-# reducer, which is made for the shapes of a value; so the function is traced first, where it will
-# run, and that is the only time that it is.
-
 Arrays = Sequence[Array]
 
 
@@ -207,6 +176,11 @@ def reduce_batch(
     """Reduce `compute(unbatched, chunk of arrays)` over the chunks of the batch.
 
     `unbatched` are the batch's other arrays, as the device has them that computes.
+
+    On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
+    arrays are sharded along their batch axes, others replicated. How a result is sharded is up to
+    the reducer, which is made for the shapes of a value; so the function is traced first, where it
+    will run, and that is the only time that it is.
     """
     plan, sharding = reduction.plan, reduction.sharding
 

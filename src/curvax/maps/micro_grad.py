@@ -21,8 +21,6 @@ from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["PerExample", "micro_grad"]
-
 
 class PerExample(NamedTuple):
     """What `micro_grad` returns of each example, one row for each, in the given order."""
@@ -93,24 +91,48 @@ def micro_grad(
             prefix of what `transform_fn` returns.
         transform_fn: applied to the gradient of each example.
         metrics_fn: applied to the gradient of each example, before it is transformed.
-        num_real_microbatches: run only that many microbatches, as in `micro_vmap`. What is
-            returned of the other examples is zero.
-        in_axes: the batch axis of the batch arguments, as in `microbatch`.
-        vmap_fn: a function with the signature of `jax.vmap`, as in `micro_vmap`.
-        order: "strided" or "contiguous", as in `micro_vmap`.
-        memory_budget: bytes, in place of `microbatch_size`, as in `micro_vmap`.
-        plan_for: as in `micro_vmap`.
-        objective: as in `micro_vmap`.
-        mesh: split the examples among the devices of a mesh, as in `micro_vmap`.
-        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
-        replicated: as in `micro_vmap`; it is for rows of `PerExample`, too.
+        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
+            and the means are then over the examples that ran, and `PerExample` has zeros for the
+            others. As a Python int it makes a shorter program; traced, one program serves every
+            number, but cannot be differentiated in reverse mode. On a mesh of D devices it takes a
+            "strided" order and a number of examples that D times the size of the microbatches
+            divides.
+        in_axes: the batch axis of all batch arguments, or a sequence with an entry for each of
+            `batch_argnums`; an entry may be a pytree prefix of the argument, with None for leaves
+            that are not batched.
+        vmap_fn: a function with the signature of `jax.vmap`, called by position with a function
+            of the batched leaves alone, a tuple of their axes, and `out_axes`; for example
+            `functools.partial(jax.vmap, spmd_axis_name="data")`.
+        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+            that a sharded batch axis stays sharded. "contiguous": successive examples.
+        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
+            The largest microbatch is taken with which a call, compiled by itself, allocates no
+            more.
+        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
+            with respect to all arrays that it depends on.
+        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
+            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
+        mesh: shard the examples over the devices of a mesh. `microbatch_size` and `memory_budget`
+            are then for each device. An `Accumulator` needs its `combine`.
+        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
+            other axes nothing changes: parameters may be sharded there.
+        replicated: whether `PerExample`, and what CONCAT collects, is replicated on every device.
+            By default it is sharded along the axis of examples, if the number of devices divides
+            that of examples; what is reduced is always replicated.
 
     Returns:
         A function of the arguments of `fun` that returns `(result, PerExample)`. Arguments may be
         passed by position or by name. Call it under `jax.jit`.
 
     Raises:
-        ValueError, TypeError: as `micro_vmap` and `microbatch`.
+        ValueError: if the batch arguments have no common length or are missing, an axis does not
+            exist, the accumulator does not fit the gradients, or more microbatches are asked for
+            than there are; if both a size and a budget are given; if the mesh has no such axis, an
+            array is committed to devices elsewhere, or the call is inside a `jax.shard_map` over
+            the axis.
+        TypeError: if a size is no integer, `transform_fn` or `metrics_fn` no function, or a mean
+            is asked for of integers.
+        MemoryBudgetError: if not even microbatches of one fit the budget.
 
     Examples:
         >>> import jax

@@ -18,8 +18,6 @@ from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
-__all__ = ["micro_vmap"]
-
 
 def micro_vmap(
     fun: Fun,
@@ -78,12 +76,13 @@ def micro_vmap(
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
             rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: split the examples among the devices of a mesh. `microbatch_size` and `memory_budget`
+        mesh: shard the examples over the devices of a mesh. `microbatch_size` and `memory_budget`
             are then for each device. An `Accumulator` needs its `combine`.
-        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
-        replicated: return all of the result to every device. By default CONCAT comes back split
+        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
+            other axes nothing changes: parameters may be sharded there.
+        replicated: whether to replicate the result on every device. By default CONCAT is sharded
             along its `out_axes`, if the number of devices divides that of examples; what is
-            reduced is always there whole.
+            reduced is always replicated.
 
     Returns:
         A function like `fun` of batched arguments. Call it under `jax.jit`.
@@ -91,8 +90,9 @@ def micro_vmap(
     Raises:
         ValueError: if the batched arguments have no common length, none is batched, an axis does
             not exist, the accumulator does not fit the outputs, or more microbatches are asked
-            for than there are; if both a size and a budget are given; for a mesh as
-            `chunked_vmap`.
+            for than there are; if both a size and a budget are given; if the mesh
+            has no such axis, an array is committed to devices elsewhere, or the call is inside a
+            `jax.shard_map` over the axis.
         TypeError: if a size is no integer, or a mean is asked for of integers.
         MemoryBudgetError: if not even microbatches of one fit the budget.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from curvax._errors import check_divides, check_size, where
+from curvax._errors import check_count, check_divides, check_size
 from curvax._tree import as_key, leaf_name
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.devices.mesh_axis import Axis, MeshAxis
@@ -20,8 +20,6 @@ from curvax.maps.chunking import reduce_batch, trace_once
 from curvax.maps.sharding import BatchSharding, examples_per_device
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
-
-__all__ = ["microbatch", "reshape_batch_axis"]
 
 
 def microbatch(
@@ -74,7 +72,7 @@ def microbatch(
             and the means are then over those, and CONCAT gives zeros for the other examples. As a
             Python int it makes a shorter program; traced, one program serves every number, but
             cannot be differentiated in reverse mode. On a mesh each device runs as many of its
-            own, under the conditions that `micro_vmap` names.
+            own; this takes a "strided" order, and microbatches that come out even.
         order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
@@ -84,11 +82,12 @@ def microbatch(
             with respect to all arrays that it depends on.
         objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
             rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: split the batch among the devices of a mesh. `microbatch_size` and `memory_budget`
+        mesh: shard the batch over the devices of a mesh. `microbatch_size` and `memory_budget`
             are then for each device. An `Accumulator` needs its `combine`.
-        axis: along which axis of the mesh, or several; as in `chunked_vmap`.
-        replicated: return all of the result to every device. By default CONCAT comes back split
-            along axis 0; what is reduced is always there whole.
+        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
+            other axes nothing changes: parameters may be sharded there.
+        replicated: whether to replicate the result on every device. By default CONCAT is sharded
+            along axis 0; what is reduced is always replicated.
 
     Returns:
         A function like `fun`. Call it under `jax.jit`.
@@ -96,8 +95,9 @@ def microbatch(
     Raises:
         ValueError: if the batch arguments have no common length or are missing, an axis does not
             exist, outputs do not fit their accumulator, or more microbatches are asked for than
-            there are; if both a size and a budget are given; if devices do not divide the batch,
-            and for a mesh as `chunked_vmap`.
+            there are; if both a size and a budget are given; if devices do not divide the batch;
+            if the mesh has no such axis, an array is committed to devices elsewhere, or the call
+            is inside a `jax.shard_map` over the axis.
         TypeError: if a size is no integer, or a mean is asked for of integers.
         MemoryBudgetError: if not even microbatches of one fit the budget.
 
@@ -168,9 +168,6 @@ def microbatch(
     return microbatched
 
 
-# `reshape_batch_axis`: a batch laid out by microbatches.
-
-
 def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyTree:
     """Split the batch axis of each leaf in two: microbatches, then the examples of each.
 
@@ -202,9 +199,7 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
                [1, 4],
                [2, 5]], dtype=int32)
     """
-    size = check_size("microbatch_size", microbatch_size)
-    if size is None:
-        raise TypeError(f"{where()}: microbatch_size must be an integer, got None.")
+    size = check_count("microbatch_size", microbatch_size)
 
     def split(path: tuple[Any, ...], leaf: Any) -> Array:
         name = leaf_name("tree", path)

@@ -20,8 +20,6 @@ from curvax._types import Array, Order, Size
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.maps.chunk_plan import ChunkPlan
 
-__all__ = ["BatchSharding", "Partition", "examples_per_device"]
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -11,17 +11,6 @@ from typing import Any, TypeAlias
 from curvax import _jax
 from curvax._errors import as_integer, where
 
-__all__ = ["Budget", "MemoryBudgetError", "available_memory", "format_bytes", "parse_memory"]
-
-
-# How much memory there is to be had, asked of the device or of the operating system.
-#
-# On a CPU several limits hold at once, and the least of them counts: what the system has available,
-# what the control groups of the process allow (containers and batch systems limit memory by these),
-# and the process's own limit on its address space. A control group is limited by all groups above
-# it as well. Files that a group has merely cached count as used but are given up when needed, so
-# they are counted as available.
-
 
 def available_memory(device: Any = None) -> int:
     """The number of bytes that can still be allocated on a device.
@@ -62,7 +51,14 @@ def _of_accelerator(device: Any) -> int:
 
 
 def _of_host(root: Path) -> int:
-    """Of the machine whose file system begins at `root`."""
+    """Return the bytes available on the machine whose file system begins at `root`.
+
+    Several limits hold at once, and the least of them counts: what the system has
+    available, what the control groups of the process allow (containers and batch systems limit
+    memory by these), and the process's own limit on its address space. A control group is limited
+    by all groups above it as well. Files that a group has merely cached count as used but are given
+    up when needed, so they are counted as available.
+    """
     amounts = [*_of_system(root), *_of_groups(root), *_of_address_space(root)]
     if not amounts:
         raise NotImplementedError(
@@ -218,9 +214,6 @@ def _positive(count: int, given: Any) -> int:
     if count < 1:
         raise ValueError(f"{where()}: an amount of memory is at least one byte, got {given!r}.")
     return count
-
-
-# `MemoryBudgetError`: nothing fits, and what would.
 
 
 class MemoryBudgetError(MemoryError):

@@ -32,26 +32,6 @@ from curvax.memory.budget import Budget, parse_memory
 from curvax.memory.plan import ADVICE, MemoryPlan, plan_at, plan_fast_size, plan_size
 from curvax.memory.usage import Executable, Program
 
-__all__ = [
-    "BudgetRequest",
-    "FunctionCache",
-    "Objective",
-    "PlanFor",
-    "check_budget",
-    "compile_call",
-    "plan_call",
-    "record",
-    "recorded_plans",
-]
-
-
-# What was made for a function, kept as long as the function lives.
-#
-# Functions are told apart by identity, and bound methods by that of their object, since Python
-# makes a new one each time it is asked for. That says how long to keep something, not what a
-# function does: it may read what has changed since. Keys say what it does. What is kept must not
-# refer to the function: it would never be let go.
-
 T = TypeVar("T")
 
 MOST = 64
@@ -59,7 +39,13 @@ MOST = 64
 
 
 class FunctionCache(Generic[T]):
-    """Values by function and key."""
+    """Values by function and key.
+
+    Functions are told apart by identity, and bound methods by that of their object, since Python
+    makes a new one each time it is asked for. That says how long to keep something, not what a
+    function does: it may read what has changed since. Keys say what it does. What is kept must not
+    refer to the function: it would never be let go.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Any, dict[Hashable, T]]] = {}
@@ -108,8 +94,6 @@ def _owner(fun: Callable[..., Any]) -> tuple[Any, Any]:
     """The object that a function lives as long as, and which of its methods it is."""
     return (fun.__self__, fun.__func__) if inspect.ismethod(fun) else (fun, None)
 
-
-# What the user asks for.
 
 PlanFor: TypeAlias = Literal["value", "gradient"]
 """Which program a budget is for: the function itself, or the gradient through it."""
@@ -191,8 +175,6 @@ def recorded_plans() -> Generator[list[MemoryPlan]]:
     finally:
         _recorders.reset(token)
 
-
-# What was planned and compiled.
 
 _plans: FunctionCache[MemoryPlan] = FunctionCache()
 _executables: FunctionCache[Executable] = FunctionCache()
@@ -303,9 +285,6 @@ def _compiled(
         fun, (key, program.key), lambda: program.compile().without_consts()
     )
     return executable.with_consts(program.consts)
-
-
-# The arguments of a call: its arrays, and all that is not an array.
 
 
 @dataclass(frozen=True)

@@ -14,29 +14,10 @@ from typing import Any
 
 import jax
 
-from curvax._errors import check_size, where
+from curvax._errors import check_count, where
 from curvax._types import Fun
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
-
-__all__ = [
-    "MemoryPlan",
-    "Trial",
-    "fast_size",
-    "largest_that_fits",
-    "plan_at",
-    "plan_batch_size",
-    "plan_fast_size",
-    "plan_size",
-]
-
-
-# The largest size that fits, found with few questions; in plain Python.
-#
-# What a program needs is close to affine in its batch size, so a line through two sizes says
-# where the budget is met. Asking there gives a third point, and usually the answer. Where the
-# line lies, the search goes on between what fits and what does not: by the line through these two
-# at first, and by cutting the interval in two when that does not narrow it down.
 
 CLOSE = 1.05
 """A size that fits will do if one larger by this factor does not, as far as is known."""
@@ -58,6 +39,11 @@ def largest_that_fits(
 
     `sizes` are ascending. The answer is None if nothing that was tried fits; the smallest was.
     `measure` is asked about each size once at most.
+
+    What a program needs is close to affine in its batch size, so a line through two sizes says
+    where the budget is met. Asking there gives a third point, and usually the answer. Where the
+    line lies, the search goes on between what fits and what does not: by the line through these two
+    at first, and by cutting the interval in two when that does not narrow it down.
     """
     needs: dict[int, int] = {}
     for size in _probes(sizes):
@@ -193,7 +179,7 @@ class MemoryPlan:
         Returns:
             The axes.
         """
-        from curvax._plots import plot_memory_plan
+        from curvax._reports import plot_memory_plan
 
         return plot_memory_plan(self, ax)
 
@@ -221,7 +207,7 @@ def plan_batch_size(
         build: from a size, the function to be compiled on `args` and `kwargs`.
         args: arrays, `jax.ShapeDtypeStruct`s, tracers or pytrees of these. Nothing is run.
         max_size: the largest size there is any use for.
-        memory_budget: what a call may allocate, beside its arguments; see `parse_memory`.
+        memory_budget: what a call may allocate, besides its arguments; see `parse_memory`.
         kwargs: keyword arguments, the same.
 
     Returns:
@@ -249,9 +235,7 @@ def plan_batch_size(
         )
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
     budget = parse_memory(memory_budget)
-    most = check_size("max_size", max_size)
-    if most is None:
-        raise TypeError(f"{where()}: max_size must be a Python integer, got None.")
+    most = check_count("max_size", max_size)
 
     def compile(size: int) -> Executable:
         def call(*leaves: Any) -> Any:
@@ -315,13 +299,6 @@ def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
     )
 
 
-# The size that is expected to be fastest, by a rule; nothing is timed.
-#
-# On an accelerator that is the largest that fits. On a CPU a batch should be large enough to spread
-# what is done once for each batch, and its temporaries should stay in the last-level cache. How
-# these grow with the size is known from two compiled programs. docs/design.md compares the rule
-# with timed sizes.
-
 CACHE_BYTES = 10_000_000
 """What the temporaries of a fast batch take: about a third of a last-level cache of 32 MiB."""
 
@@ -358,7 +335,13 @@ def plan_fast_size(
 
 
 def fast_size(temporaries: Callable[[int], int], sizes: Sequence[int]) -> int:
-    """Return the power of two whose temporaries fill the cache best, or the next smaller size."""
+    """Return the power of two whose temporaries fill the cache best, or the next smaller size.
+
+    This is the rule for CPUs: a batch should be large enough to spread what is done once for each
+    batch, and its temporaries should stay in the last-level cache. How these grow with the size is
+    known from two compiled programs; nothing is timed. docs/design.md compares the rule with timed
+    sizes.
+    """
     at_most = lambda wanted: sizes[max(0, bisect_right(sizes, wanted) - 1)]
     small, large = map(at_most, PROBES)
     if small == large:

@@ -3,6 +3,9 @@
 Three frozen dataclasses, each of which adds options to the one before: `PreconditionerConfig` has
 those of `scale_by_kfac`, `KFACConfig` those of `kfac`, `OptimizerConfig` those of `Optimizer`,
 where each option is documented. Values are validated once, when a configuration is made.
+
+Learning rate, momentum and damping are each a number, which is passed to each step, or a schedule
+or `ADAPTIVE`, which are part of the configuration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,27 +13,37 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from curvax import _jax
-from curvax._errors import check_size, where
+from curvax._errors import check_count, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.estimation_modes import check_mode
 from curvax.maps.microbatch import microbatch
 from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices
-from curvax.optimizer.hyperparameters import ADAPTIVE, Hyperparameter, Schedule
-
-__all__ = ["KFACConfig", "Number", "OptimizerConfig", "PreconditionerConfig"]
-
 
 Number = float | int | Array
+
+Schedule = Callable[[Any], Any]
+"""From the index of a step to a value."""
+
+
+class Adaptive:
+    """Chosen in each step: by a quadratic model, or by the Levenberg-Marquardt rule."""
+
+
+ADAPTIVE = Adaptive()
+
+Hyperparameter = Schedule | Adaptive | None
+"""Where a value comes from; None for a number that is passed to each step."""
 
 
 # Metadata of fields: a check of the value of an option, which is told its name.
 
-Metadata = dict[str, Callable[[str, Any], None]]
+Metadata = dict[str, Callable[[str, Any], Any]]
 
 
 def _number(
@@ -46,11 +59,6 @@ def _number(
             raise ValueError(f"{where()}: {name} must be {expected}, got {value}.")
 
     return {"check": check}
-
-
-def _positive_integer(name: str, value: Any) -> None:
-    if check_size(name, value) is None:
-        raise TypeError(f"{where()}: {name} must be a Python integer, got None.")
 
 
 def _function(hint: str = "", *, is_optional: bool = False) -> Metadata:
@@ -79,7 +87,7 @@ _ANY = _number(lambda x: x == x, "a number")
 _POSITIVE = _number(lambda x: x > 0, "positive")
 _POSITIVE_OR_NONE = _number(lambda x: x > 0, "positive", is_optional=True)
 _NOT_NEGATIVE = _number(lambda x: x >= 0, "zero or more")
-_COUNT: Metadata = {"check": _positive_integer}
+_COUNT: Metadata = {"check": check_count}
 _STRINGS: Metadata = {"check": _strings}
 _FUNCTION_OR_NONE = _function(is_optional=True)
 
@@ -288,3 +296,30 @@ class OptimizerConfig(KFACConfig):
         """The number of devices among which the state is sharded; None if it is replicated."""
         axis = self.axis_name
         return num_devices(self.mesh, axis) if self.shard_state and axis is not None else None
+
+
+def check_given(name: str, hyperparameter: Hyperparameter, value: Any) -> None:
+    """Check that `step` was given a number exactly if the configuration has no other source."""
+    if hyperparameter is None:
+        if value is None:
+            raise ValueError(
+                f"{where()}: give {name}= to step, or one of {name}_schedule and "
+                f"use_adaptive_{name} to the constructor."
+            )
+    elif value is not None:
+        is_adaptive = isinstance(hyperparameter, Adaptive)
+        adaptive = f"the constructor has use_adaptive_{name}=True"
+        reason = adaptive if is_adaptive else f"{name}_schedule was given to the constructor"
+        raise ValueError(f"{where()}: step was given {name}={value}, but {reason}. Leave it out.")
+
+
+def as_scalar(name: str, value: Any, dtype: Any) -> Array | None:
+    """Return a number as an array of one dtype, so that all spellings share a program."""
+    if value is None:
+        return None
+    if jnp.shape(value):
+        raise ValueError(
+            f"{where()}: {name} is one number, got an array of shape {jnp.shape(value)}. "
+            f"With several devices, too, it is given once."
+        )
+    return jnp.asarray(value, dtype)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from curvax._types import Array
 from curvax.optimizer.config import KFACConfig
 
-__all__ = ["adapted_damping", "damping_decay_factor", "is_damping_due", "raised_damping"]
+_LARGEST_FACTOR = 1e4
+"""Upper bound on what a given or scheduled damping is multiplied by, so that it comes back."""
 
 
 def damping_decay_factor(config: KFACConfig) -> Any:
@@ -25,10 +26,46 @@ def is_damping_due(config: KFACConfig, step: Any) -> Any:
     return (step + 1) % config.damping_adaptation_interval == 0
 
 
-def adapted_damping(
+def next_factor(config: KFACConfig, factor: Array, is_taken: Array) -> Array:
+    """Return what a given or scheduled damping is multiplied by in the next step.
+
+    It rises with each step that is not taken, and returns to one with those that are.
+    """
+    decay = jnp.asarray(config.damping_adaptation_decay, factor.dtype)
+    increase = jnp.asarray(config.reject_damping_increase_factor, factor.dtype)
+    falling = jnp.maximum(1, factor * decay)
+    return jnp.where(is_taken, falling, jnp.minimum(factor * increase, _LARGEST_FACTOR))
+
+
+def next_damping(
+    config: KFACConfig,
+    damping: Array,
+    step: Array,
+    is_taken: Array,
+    loss: Array,
+    new_loss: Array,
+    change: Array,
+) -> Array:
+    """Return an adaptive damping after a step.
+
+    Arguments:
+        config: The options.
+        damping: The damping of the step.
+        step: The index of the step.
+        is_taken: Whether the step was taken.
+        loss: The loss before the step.
+        new_loss: The loss after it.
+        change: The change of the loss that the quadratic model predicted.
+    """
+    adapted = _adapted(config, damping, loss.astype(new_loss.dtype), new_loss, change)
+    usual = jnp.where(is_damping_due(config, step), adapted, damping)
+    return jnp.where(is_taken, usual, _raised(config, damping))
+
+
+def _adapted(
     config: KFACConfig, damping: Array, loss: Array, new_loss: Array, change: Array
 ) -> Array:
-    """Return the next damping, from the loss before and after a step and its predicted change.
+    """Return the damping from the loss before and after a step and its predicted change.
 
     Changes within the rounding error of the loss say nothing. A model that predicts that the loss
     rises, which happens if the learning rate is too large for it, is never a good one.
@@ -45,7 +82,7 @@ def adapted_damping(
     return _clipped(config, jnp.where(is_noise, damping, adapted))
 
 
-def raised_damping(config: KFACConfig, damping: Array) -> Array:
+def _raised(config: KFACConfig, damping: Array) -> Array:
     """Return the damping after a step that was not taken.
 
     At most 10⁴ times the initial damping, unless it was above that already: so that it comes back.

@@ -19,21 +19,9 @@ from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import PyTree
 from curvax.curvature.batch import axes_of
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.state_sharding import ShardedCurvature, check_rows, num_shards, state_specs
+from curvax.curvature.state_sharding import state_specs
 from curvax.devices.agreement import NewShapes
-from curvax.devices.mesh_axis import MeshAxis, check_is_mesh
-from curvax.devices.placement import is_committed, put
-
-__all__ = [
-    "DataParallel",
-    "axis_of",
-    "check_mesh",
-    "check_sharding",
-    "num_devices",
-    "without_places",
-]
-
+from curvax.devices.mesh_axis import MeshAxis, check_is_mesh, is_committed
 
 _BATCH = "batch"
 _REPLICATED = PartitionSpec()
@@ -51,30 +39,6 @@ def check_mesh(mesh: Any, pmap_axis_name: str) -> None:
             f"pmap_axis_name={pmap_axis_name!r}. Say by pmap_axis_name along which of them batches "
             f"are split."
         )
-
-
-def check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
-    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
-    found = num_shards(state)
-    if not isinstance(estimator, ShardedCurvature):
-        if found is not None:
-            raise ValueError(
-                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
-                f"devices. Say shard_state=True here, too, or make it whole: "
-                f"state = optimizer.whole_state(state)."
-            )
-        return
-    if found is None:
-        raise ValueError(
-            f"{where()}: the state was made without shard_state=True, and is whole on every "
-            f"device. Leave shard_state out, or split it: state = optimizer.split_state(state)."
-        )
-    if found != estimator.num_devices:
-        raise ValueError(
-            f"{where()}: the state is split among {found} devices, but here are "
-            f"{estimator.num_devices}. Split it again: state = optimizer.split_state(state)."
-        )
-    check_rows(estimator, state)
 
 
 def axis_of(mesh: Mesh | None, pmap_axis_name: str) -> str:
@@ -152,7 +116,7 @@ class DataParallel:
         self._check(program, args)
 
         def place(name: str, spec: PartitionSpec, leaf: Any) -> Any:
-            found = put(self._along, leaf, spec, is_process_local=name == _BATCH)
+            found = self._along.put(leaf, spec, is_process_local=name == _BATCH)
             return self._with_automatic_axes(found)
 
         return {

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
+from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.optimizer.state import StepResult, StepResultWithFuncState, step_result
-
-__all__ = ["Callback", "NoMoreBatches", "fit"]
 
 
 class NoMoreBatches(ValueError):
@@ -56,7 +55,7 @@ def fit(
                 wants_end = callback is not None and callback(params, state, stats)
             except NoMoreBatches as error:
                 warnings.warn(
-                    f"curvax.Optimizer.fit: data_iterator ended after {number} of {num_steps} "
+                    f"{where()}: data_iterator ended after {number} of {num_steps} "
                     f"steps ({error}) For more epochs, give an iterator that goes on.",
                     stacklevel=3,
                 )

@@ -15,15 +15,18 @@ from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._errors import where
 from curvax._types import Fun, PyTree
-from curvax.optimizer.config import KFACConfig, Number, OptimizerConfig, PreconditionerConfig
+from curvax.optimizer.config import (
+    KFACConfig,
+    Number,
+    OptimizerConfig,
+    PreconditionerConfig,
+    Schedule,
+)
 from curvax.optimizer.data_parallel import without_places
-from curvax.optimizer.hyperparameters import Schedule
 from curvax.optimizer.preconditioner import Preconditioner
 from curvax.optimizer.state import OptimizerState, number_type, selected
 from curvax.optimizer.step import KFAC
 from curvax.optimizer.value_function import Evaluation, ValueFunction
-
-__all__ = ["KFACState", "ScaleByKFACState", "kfac", "scale_by_kfac"]
 
 
 class KFACState(NamedTuple):
@@ -309,6 +312,12 @@ class _MaskedLoss(Generic[T]):
         axis_name: str | None,
         build: Callable[[Fun, Sequence[PyTree]], T],
     ) -> None:
+        if example_batch is None:
+            raise ValueError(
+                f"{where()}: example_batch must be a batch, or the shapes of one, to trace the "
+                f"function with; got None."
+            )
+
         def loss(params: PyTree, full_params: PyTree, batch: PyTree) -> Any:
             return loss_fn(_merged(params, full_params), batch)
 

@@ -20,16 +20,17 @@ from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
 from curvax.curvature.state_sharding import (
     ShardedCurvature,
+    check_rows,
+    num_shards,
     split_state,
     state_specs,
     whole_state,
 )
-from curvax.devices.placement import to_host
-from curvax.optimizer.config import Number, OptimizerConfig
+from curvax.devices.mesh_axis import to_host
+from curvax.optimizer.config import Number, OptimizerConfig, Schedule, as_scalar, check_given
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
-from curvax.optimizer.data_parallel import DataParallel, check_sharding, without_places
+from curvax.optimizer.data_parallel import DataParallel, without_places
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
-from curvax.optimizer.hyperparameters import Schedule, as_scalar, check_given
 from curvax.optimizer.preconditioner import l2_matrix
 from curvax.optimizer.programs import Programs, check_alive, is_traced
 from curvax.optimizer.state import (
@@ -41,9 +42,6 @@ from curvax.optimizer.state import (
 )
 from curvax.optimizer.step import KFAC, Statistics, burnin_key
 from curvax.optimizer.value_function import ValueFunction
-
-__all__ = ["Optimizer"]
-
 
 _OPTIONS = {option.name for option in fields(OptimizerConfig)}
 _REPLACED = ("params", "state", "func_state")
@@ -392,7 +390,7 @@ class Optimizer:
         Arguments:
             params: The parameters.
             rng: A random key.
-            batch: A batch.
+            batch: A batch as `batch_process_func` returns it: it is not applied here.
             func_state: The state of the function, if it has one.
 
         Returns:
@@ -806,7 +804,7 @@ class Optimizer:
         """Return the pure functions, after checking that the state is sharded as they expect."""
         _check_state(state)
         core = self.finalize(params, rng, batch, func_state)
-        check_sharding(core.preconditioner.estimator, state.estimator_state)
+        _check_sharding(core.preconditioner.estimator, state.estimator_state)
         return core
 
     def _within_budget(self, args: Mapping[str, Any]) -> tuple[str, KFAC]:
@@ -871,3 +869,27 @@ def _check_state(state: Any) -> None:
             f"{where()}: state must be one that init returned, got {type(state).__name__}. "
             f"Make one: state = optimizer.init(params, rng, batch)."
         )
+
+
+def _check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
+    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
+    found = num_shards(state)
+    if not isinstance(estimator, ShardedCurvature):
+        if found is not None:
+            raise ValueError(
+                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
+                f"devices. Say shard_state=True here, too, or gather it: "
+                f"state = optimizer.whole_state(state)."
+            )
+        return
+    if found is None:
+        raise ValueError(
+            f"{where()}: the state was made without shard_state=True, and is replicated. "
+            f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."
+        )
+    if found != estimator.num_devices:
+        raise ValueError(
+            f"{where()}: the state is sharded over {found} devices, but here are "
+            f"{estimator.num_devices}. Shard it again: state = optimizer.split_state(state)."
+        )
+    check_rows(estimator, state)

@@ -17,11 +17,6 @@ from curvax.devices.task_assignment import assign
 from curvax.optimizer.config import PreconditionerConfig
 from curvax.optimizer.state import combined, inner_products, number_type
 
-__all__ = ["Preconditioner", "is_due", "l2_matrix", "l2_product"]
-
-
-# What only some steps do.
-
 
 def is_due(step: Any, period: int, phase: int = 0) -> Any:
     """Return whether a step is in this phase of a period."""

@@ -15,8 +15,6 @@ from curvax.memory.usage import MemoryUsage
 from curvax.optimizer.data_parallel import DataParallel
 from curvax.optimizer.step import KFAC
 
-__all__ = ["Programs", "Sizes", "check_alive", "is_traced", "sizes_within"]
-
 
 class Programs:
     """Runs functions, compiled when they are first run, or as they are.
@@ -113,17 +111,17 @@ class Programs:
         given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
         args = dict(zip(names, _without_aliases(given, donated), strict=True))
         key: Any = name
-        whole, options = fun, {}
+        mapped, options = fun, {}
         account = _jax.true_account(jax.default_backend()) if self._has_budget else None
         if self._devices is not None:
             args = self._devices.placed(name, args)
             options["out_shardings"] = self._devices.shardings(results, args)
             leaves, structure = jax.tree.flatten(options)
             key = name, structure, *leaves
-            whole = self._devices.shard_map(fun, names, results)
+            mapped = self._devices.shard_map(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(
-                whole, donate_argnums=donated, compiler_options=account, **options
+                mapped, donate_argnums=donated, compiler_options=account, **options
             )
         return self._known[key], args
 
@@ -158,8 +156,8 @@ def check_alive(tree: PyTree) -> None:
     leaves = jax.tree.leaves(tree)
     if any(isinstance(x, jax.Array) and not _jax.is_tracer(x) and x.is_deleted() for x in leaves):
         raise ValueError(
-            "curvax.Optimizer: params or state were given to a step before, which took over their "
-            "buffers. Go on with what that step returned; or say donate_buffers=False."
+            f"{where()}: params or state were given to a step before, which took over their "
+            f"buffers. Go on with what that step returned; or say donate_buffers=False."
         )
 
 
@@ -175,13 +173,6 @@ def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
 
     return [jax.tree.map(own, arg) if k in donated else arg for k, arg in enumerate(args)]
 
-
-# The sizes of microbatches with which a whole step fits a memory budget.
-#
-# Gradient, statistics and exact products plan their microbatches themselves, each within its own
-# budget. A step holds more: gradient and statistics at the same time, inverses, the state. How much
-# more is known once it is compiled. So it is compiled with all that is left for its parts, and only
-# if it needs too much are the parts given less, by as much.
 
 ATTEMPTS = 3
 """Number of budgets for the parts that are tried before the smallest microbatches."""
@@ -201,6 +192,11 @@ def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int]) -> Sizes
 
     `left` is the most of it that the parts can have; `needs` compiles the step with some options
     and returns the number of bytes that a call adds.
+
+    Gradient, statistics and exact products plan their microbatches themselves, each within its own
+    budget. A step holds more: gradient and statistics at the same time, inverses, the state. How
+    much more is known once it is compiled. So it is compiled with all that is left for its parts,
+    and only if it needs too much are the parts given less, by as much.
     """
     known: dict[int, int] = {}
     for _ in range(ATTEMPTS):

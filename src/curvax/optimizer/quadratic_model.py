@@ -14,8 +14,6 @@ import jax.numpy as jnp
 
 from curvax._types import Array
 
-__all__ = ["QuadraticModel"]
-
 
 class QuadraticModel(NamedTuple):
     """The three parts of the model: A, D and b; see the module."""

@@ -8,22 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._dtypes import at_least_single
-from curvax._types import Array, PyTree
-
-__all__ = [
-    "OptimizerState",
-    "StepResult",
-    "StepResultWithFuncState",
-    "combined",
-    "inner",
-    "inner_products",
-    "norm",
-    "norms",
-    "number_type",
-    "selected",
-    "step_result",
-]
+from curvax._types import Array, PyTree, at_least_single
 
 
 def _no_steps() -> Array:

@@ -23,9 +23,8 @@ from curvax import _jax
 from curvax._cpu import all_finite
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.implicit import ImplicitExactCurvature
-from curvax.optimizer.config import KFACConfig
-from curvax.optimizer.damping import adapted_damping, is_damping_due, raised_damping
-from curvax.optimizer.hyperparameters import Adaptive, Hyperparameter
+from curvax.optimizer.config import Adaptive, Hyperparameter, KFACConfig
+from curvax.optimizer.damping import is_damping_due, next_damping, next_factor
 from curvax.optimizer.preconditioner import Preconditioner, l2_matrix
 from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
@@ -39,8 +38,6 @@ from curvax.optimizer.state import (
     selected,
 )
 from curvax.optimizer.value_function import Evaluation, ValueFunction
-
-__all__ = ["KFAC", "Hyperparameters", "ProposedUpdate", "Statistics", "burnin_key"]
 
 
 class Hyperparameters(NamedTuple):
@@ -96,10 +93,6 @@ class Statistics(NamedTuple):
     norms: bool = False
     per_param_norms: bool = False
     registered_loss: bool = False
-
-
-_LARGEST_FACTOR = 1e4
-"""Upper bound on what a given or scheduled damping is multiplied with: so that it comes back."""
 
 
 @dataclass(frozen=True)
@@ -456,20 +449,12 @@ class KFAC:
         velocities = selected(is_taken, update, kept)
         damping, damping_factor = state.damping, state.damping_factor
         if damping is None:
-            dtype = damping_factor.dtype
-            decay = jnp.asarray(config.damping_adaptation_decay, dtype)
-            increase = jnp.asarray(config.reject_damping_increase_factor, dtype)
-            falling = jnp.maximum(1, damping_factor * decay)
-            rising = jnp.minimum(damping_factor * increase, _LARGEST_FACTOR)
-            damping_factor = jnp.where(is_taken, falling, rising)
+            damping_factor = next_factor(config, damping_factor, is_taken)
         else:
             new_loss, change, _ = outcome
-            is_due = is_damping_due(config, state.step_counter)
-            adapted = adapted_damping(
-                config, damping, loss.astype(new_loss.dtype), new_loss, change
+            damping = next_damping(
+                config, damping, state.step_counter, is_taken, loss, new_loss, change
             )
-            usual = jnp.where(is_due, adapted, damping)
-            damping = jnp.where(is_taken, usual, raised_damping(config, damping))
         seen = state.data_seen + batch_size
         one = jnp.ones((), jnp.int32)
         return replace(

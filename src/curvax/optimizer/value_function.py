@@ -16,8 +16,6 @@ from curvax.layers.registration import registers_loss
 from curvax.maps.accumulators import AccumulationType, Accumulator
 from curvax.maps.microbatch import microbatch
 
-__all__ = ["Evaluation", "ValueFunction"]
-
 
 class Evaluation(NamedTuple):
     """What the function returns for a batch."""

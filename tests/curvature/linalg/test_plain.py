@@ -26,7 +26,6 @@ WORKAROUNDS = [
     "positive_inverse",
     "row_products",
     "run_if",
-    "symmetric_product",
 ]
 
 

@@ -34,19 +34,6 @@ from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse
 
-__all__ = [
-    "BlockState",
-    "CurvatureBlock",
-    "MatrixPower",
-    "Powers",
-    "Refresh",
-    "Statistics",
-    "cached_entry",
-    "power_key",
-    "powers_of",
-]
-
-
 # The cache of a block: which powers are in it, and what of it is computed again.
 
 Powers = float | int | Sequence[float | int] | None

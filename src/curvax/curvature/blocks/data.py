@@ -21,9 +21,6 @@ from curvax._types import Array
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["data_of_sites", "given_data", "sums_of_data"]
-
-
 _RECORD = "given"
 _WHOLE = ("inputs", "outputs_tangents")
 

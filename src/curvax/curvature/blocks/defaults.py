@@ -17,9 +17,6 @@ from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_default_tag_to_block_ctor
 from curvax.curvature.blocks.sliced_params import SlicedParams
 
-__all__ = ["DEFAULT_BLOCKS", "default_block_ctor", "make_block"]
-
-
 DEFAULT_BLOCKS: Mapping[str, type[CurvatureBlock]] = {
     "dense_tag": DenseTwoKroneckerFactored,
     "conv2d_tag": Conv2DTwoKroneckerFactored,

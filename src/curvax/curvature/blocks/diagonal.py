@@ -27,8 +27,6 @@ from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["Conv2DDiagonal", "DenseDiagonal", "Diagonal", "NaiveDiagonal", "ScaleAndShiftDiagonal"]
-
 
 class Diagonal(ExampleGradientBlock):
     """The diagonal of the curvature: the mean over examples of their squared gradients.

@@ -34,8 +34,6 @@ from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["Conv2DEKFAC", "DenseEKFAC"]
-
 
 class _EigenvalueCorrected(TwoKroneckerFactored):
     """What both classes share."""

@@ -26,17 +26,6 @@ from curvax.curvature.blocks.settings import get_max_parallel_elements
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
 
-__all__ = [
-    "BatchGradientBlock",
-    "ChunkedExampleGradientBlock",
-    "ExampleGradientBlock",
-    "ScaleAndShiftBlock",
-    "gradient_statistics",
-    "gradient_terms",
-    "remarks_on_examples",
-]
-
-
 # Statistics of per-example gradients: their squares, or their outer products.
 
 Quadratic = Callable[[list[Array]], PyTree]

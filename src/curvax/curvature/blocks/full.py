@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._cpu import symmetric_product
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
@@ -36,15 +35,6 @@ from curvax.curvature.linalg.psd import (
 from curvax.curvature.linalg.tasks import Eigenvectors, Power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
-
-__all__ = [
-    "Conv2DFull",
-    "DenseFull",
-    "Full",
-    "NaiveFull",
-    "ScaleAndShiftFull",
-    "products_of_gradients",
-]
 
 
 class Full(ExampleGradientBlock):
@@ -241,4 +231,4 @@ class NaiveFull(BatchGradientBlock, Full):
 def products_of_gradients(gradients: list[Array]) -> Array:
     """The sum of outer products of gradients, (number, *shape) for each parameter."""
     flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
-    return symmetric_product(flat)
+    return flat.T @ flat

@@ -47,18 +47,6 @@ from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import ConvolutionUse, EmbeddingUse, LayerUse
 
-__all__ = [
-    "FACTORS",
-    "Conv2DTwoKroneckerFactored",
-    "ConvTwoKroneckerFactored",
-    "DenseTwoKroneckerFactored",
-    "EmbeddingTwoKroneckerFactored",
-    "TwoKroneckerFactored",
-    "cache_key",
-    "multiplied",
-]
-
-
 # Both factors of a layer's curvature.
 
 

@@ -14,8 +14,6 @@ from curvax.layers.detection.layers import Layer
 from curvax.layers.detection.tagging import use_of_equation
 from curvax.layers.use import LayerUse
 
-__all__ = ["LayerEquation", "wide"]
-
 
 def wide(*dtypes: Any) -> Any:
     """The dtype in which curvature is kept for arrays of some dtypes: at least float32."""

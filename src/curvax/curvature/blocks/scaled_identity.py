@@ -12,8 +12,6 @@ from curvax.curvature.blocks.base import CurvatureBlock, MatrixPower, Refresh, S
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["ScaledIdentity"]
-
 
 class ScaledIdentity(CurvatureBlock):
     """A block that is a multiple of the identity.

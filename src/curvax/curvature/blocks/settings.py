@@ -9,17 +9,6 @@ from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "Setting",
-    "get_default_eigen_decomposition_threshold",
-    "get_default_tag_to_block_ctor",
-    "get_max_parallel_elements",
-    "set_default_eigen_decomposition_threshold",
-    "set_default_tag_to_block_ctor",
-    "set_max_parallel_elements",
-]
-
-
 T = TypeVar("T")
 
 _max_parallel_elements: ContextVar[int] = ContextVar("max_parallel_elements", default=2**23)

@@ -30,9 +30,6 @@ from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
-__all__ = ["SlicedParams"]
-
-
 _DIAGONAL = functools.partial(ScaleAndShiftDiagonal, allow_approximation=True)
 
 

@@ -21,12 +21,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._cpu import symmetric_product
 from curvax._types import Array
 from curvax.curvature.linalg.psd import clamp_eigenvalues, diagonal, per_matrix, spectral_power
 from curvax.curvature.linalg.tasks import Eigenvectors, Power, run_matrix_tasks
-
-__all__ = ["DenseSide", "DiagonalSide", "Eigen", "Kronecker", "Side", "from_basis", "to_basis"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class DenseSide(Side):
         return float(math.prod(self.stack)) * self.size**3
 
     def of_rows(self, rows: Array) -> Array:
-        return symmetric_product(rows)
+        return jnp.matrix_transpose(rows) @ rows
 
     def of_diagonal(self, diagonal: Array) -> Array:
         identity = jnp.eye(self.size, dtype=diagonal.dtype)

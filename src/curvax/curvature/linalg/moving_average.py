@@ -12,8 +12,6 @@ from jax.typing import ArrayLike
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
 
-__all__ = ["WeightedMovingAverage"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass

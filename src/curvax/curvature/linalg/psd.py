@@ -25,19 +25,6 @@ from curvax._cpu import (
 )
 from curvax._types import Array
 
-__all__ = [
-    "add_identity",
-    "checked_inverse",
-    "clamp_eigenvalues",
-    "diagonal",
-    "per_matrix",
-    "psd_eigh",
-    "psd_power",
-    "spectral_of",
-    "spectral_power",
-]
-
-
 LARGEST_RESIDUAL = 0.05
 """Up to what residual an inverse by factorisation is accepted; see `_is_inverse`.
 

@@ -32,9 +32,6 @@ from curvax.curvature.linalg.psd import (
 )
 from curvax.devices.task_assignment import assign, own_rows
 
-__all__ = ["Eigenvectors", "MatrixTask", "Power", "run_matrix_tasks"]
-
-
 Rows = tuple[Array, ...]
 """Arrays with a row for each matrix."""
 

@@ -24,17 +24,6 @@ from jax import lax
 from curvax._errors import as_integer, where
 from curvax._types import Array
 
-__all__ = [
-    "ConvGeometry",
-    "DimNumbers",
-    "Padding",
-    "Sizes",
-    "read_geometry",
-    "read_inputs",
-    "read_weights",
-]
-
-
 Pairs = tuple[tuple[int, int], ...]
 
 

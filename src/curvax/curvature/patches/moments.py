@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvax._dtypes import at_least_single
 from curvax._errors import check_size
-from curvax._types import Array
+from curvax._types import Array, at_least_single
 from curvax.curvature.patches.geometry import (
     ConvGeometry,
     DimNumbers,
@@ -17,8 +16,6 @@ from curvax.curvature.patches.geometry import (
     read_weights,
 )
 from curvax.curvature.patches.patches import patch_moment_sums
-
-__all__ = ["patches_moments", "patches_moments_explicit"]
 
 
 def patches_moments(

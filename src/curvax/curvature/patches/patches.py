@@ -17,21 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvax._dtypes import at_least_single
-from curvax._types import Array, PyTree
+from curvax._types import Array, PyTree, at_least_single
 from curvax.curvature.patches.geometry import ConvGeometry
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
-
-__all__ = [
-    "Bands",
-    "extract_patches",
-    "images_of_groups",
-    "padded_images",
-    "patch_moment_sums",
-    "patches_along",
-    "split_batch",
-]
 
 
 def extract_patches(inputs: Array, geometry: ConvGeometry) -> Array:

@@ -26,9 +26,6 @@ import numpy as np
 
 from curvax import _jax
 
-__all__ = ["callbacks", "fingerprint"]
-
-
 # Whoever changes how a text is made changes this too: old stores are then refused, not misread.
 FORMAT = "curvax fingerprint 1"
 

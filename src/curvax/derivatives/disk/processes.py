@@ -21,9 +21,6 @@ from curvax._errors import where
 from curvax._types import PyTree
 from curvax.devices.mesh_axis import MeshAxis
 
-__all__ = ["Team"]
-
-
 T = TypeVar("T")
 
 LONGEST_PAUSE = 1.0

@@ -45,31 +45,6 @@ from numpy.typing import NDArray
 
 from curvax._errors import check_size, where
 
-__all__ = [
-    "FORMAT",
-    "ArraySpec",
-    "BlockStore",
-    "DamagedStoreWarning",
-    "check_path",
-    "check_specs",
-    "damaged_metadata",
-    "differences_of",
-    "is_ours",
-    "is_zarr",
-    "metadata_of",
-    "recorded_in",
-    "seal",
-    "should_be_sealed",
-    "zarr_names",
-]
-
-
-# What a store on disk says of itself in its `zarr.json` files, and whether that can be relied on.
-#
-# Which computation a store belongs to is in the attributes of its root, under "curvax". Each
-# `zarr.json` also has a SHA-256 of itself there, so that one that is damaged is told from one of
-# something else.
-
 FORMAT = 2
 
 MARKS = "crc32c"
@@ -103,7 +78,12 @@ def check_specs(specs: Sequence[ArraySpec], axis: str, length: int) -> None:
 def metadata_of(
     specs: tuple[ArraySpec, ...], axis: str, length: int, fingerprint: str
 ) -> dict[str, Any]:
-    """What a store says of itself, but for the block size."""
+    """What a store says of itself, but for the block size.
+
+    Which computation a store belongs to is in the attributes of its root, under "curvax". Each
+    `zarr.json` also has a SHA-256 of itself there, so that one that is damaged is told from one of
+    something else.
+    """
     arrays = [
         {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype)} for spec in specs
     ]
@@ -178,6 +158,7 @@ def damaged_metadata(path: Path, names: Sequence[str]) -> list[str]:
 
 
 def is_sealed(file: Path) -> bool:
+    """Return whether a `zarr.json` has the checksum of what it says."""
     described = described_in(file)
     own = None if described is None else described.get("attributes", {}).get("curvax")
     return isinstance(own, dict) and own.get("checksum") == checksum(described or {})

@@ -38,14 +38,6 @@ from curvax.memory.compiled import BudgetRequest, record
 from curvax.memory.plan import plan_batch_size
 from curvax.memory.usage import memory_usage
 
-__all__ = ["BlockPrograms", "disk_errors", "stream"]
-
-
-# Blocks of columns for the disk: one program, called for one block after the other.
-#
-# It computes from what was prepared, which stays where it is. On several devices it computes one
-# block on each: which blocks there are does not depend on how many devices there are.
-
 BLOCK_BYTES = 64 * 2**20
 """About how large a block is on disk where nothing was said."""
 
@@ -54,7 +46,11 @@ WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class BlockPrograms:
-    """The compiled programs that compute blocks, by size."""
+    """The compiled programs that compute blocks, by size.
+
+    They compute from what was prepared, which stays where it is. On several devices they compute
+    one block on each: which blocks there are does not depend on how many devices there are.
+    """
 
     part: Part
     prepared: Any

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["REARRANGED", "Arrangement", "Atom", "Axes", "Dims", "refined"]
-
 
 @dataclass(frozen=True)
 class Atom:

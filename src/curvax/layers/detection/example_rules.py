@@ -17,9 +17,6 @@ from curvax.layers.detection.axes import REARRANGED, Atom, Axes, Dims
 from curvax.layers.detection.program import Node
 from curvax.layers.use import INTERACT, NOT_FOLLOWED
 
-__all__ = ["ELEMENTWISE", "RULES", "Found", "Rows", "no_examples"]
-
-
 _EXAMPLE = 0
 """The origin of the atoms that count examples; all other atoms have none."""
 

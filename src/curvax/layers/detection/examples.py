@@ -23,7 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from curvax import _cpu, _jax
+from curvax import _jax, _slicing
 from curvax.layers.detection.axes import Arrangement, Atom, refined
 from curvax.layers.detection.example_rules import (
     INTERACT,
@@ -38,9 +38,6 @@ from curvax.layers.detection.sites import Site
 from curvax.layers.tags import LayerTag
 from curvax.layers.use import ExamplesAt
 from curvax.losses.tag import LossTag
-
-__all__ = ["Examples", "find_examples"]
-
 
 _SEVERAL_ROWS = "examples have several rows of a loss each"
 _MOST_TRIALS = 16
@@ -582,7 +579,7 @@ class _Demand:
 
 
 def _is_special(operand: Operand) -> bool:
-    return isinstance(operand, Constant) and _cpu.is_order_marker(operand.value)
+    return isinstance(operand, Constant) and _slicing.is_order_marker(operand.value)
 
 
 _same = lambda x: x

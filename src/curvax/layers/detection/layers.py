@@ -19,18 +19,6 @@ from curvax.layers.patterns import Match
 from curvax.layers.tags import generic_tag, scale_and_shift_tag
 from curvax.layers.use import UNKNOWN, LayerUse, Slice, same_examples
 
-__all__ = [
-    "FoundLayer",
-    "Layer",
-    "Tagged",
-    "TaggedUse",
-    "build_layers",
-    "checked_params",
-    "layers_of_tags",
-    "pattern_of",
-]
-
-
 Encounters = dict[int, list[Encounter]]
 """For each parameter, what meets it."""
 

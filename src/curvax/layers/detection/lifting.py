@@ -22,8 +22,6 @@ from curvax.layers.detection.example_rules import ELEMENTWISE, Rows
 from curvax.layers.detection.examples import Examples
 from curvax.layers.detection.program import Node, Operand, Program, Variable
 
-__all__ = ["Lifting", "apply_lifted", "run_lifted"]
-
 
 @dataclass
 class Lifting:

@@ -15,21 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from curvax import _jax
-from curvax._tag import Tag
+from curvax._jax import Tag
 from curvax._types import Fun, PyTree, TreeDef
 from curvax.losses.tag import LossTag
-
-__all__ = [
-    "Constant",
-    "Node",
-    "Operand",
-    "Program",
-    "Variable",
-    "needed_for",
-    "reached_from",
-    "read",
-    "trace_program",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,18 +17,6 @@ from curvax import _jax
 from curvax._types import PyTree
 from curvax.layers.detection.program import Constant, Node, Operand, Program, Variable
 
-__all__ = [
-    "Collected",
-    "Given",
-    "Hooks",
-    "Values",
-    "loop_lengths",
-    "loops_around",
-    "run",
-    "stack_shape",
-]
-
-
 Given = Mapping[Any, PyTree]
 """Pytrees of arrays for hooks, by key."""
 

@@ -26,19 +26,6 @@ from curvax.layers.tags import (
 )
 from curvax.layers.use import CONVOLUTION_ARGUMENTS, ParamUse, Slice
 
-__all__ = [
-    "Layout",
-    "ParamView",
-    "Rows",
-    "Site",
-    "conv_site",
-    "dense_site",
-    "elementwise_site",
-    "embedding_site",
-    "join",
-    "scaled_further",
-]
-
 
 class Rows(NamedTuple):
     """How rows of a table are looked up: by which column of indices, if these have several.

@@ -49,17 +49,6 @@ from curvax.layers.use import (
 )
 from curvax.losses.tag import LossTag
 
-__all__ = [
-    "TagSites",
-    "described",
-    "is_layer",
-    "is_loss",
-    "tag_generic",
-    "tagged_uses",
-    "use_of_equation",
-]
-
-
 KINDS: dict[str, type[LayerUse]] = {
     dense_tag.name: DenseUse,
     conv2d_tag.name: ConvolutionUse,

@@ -35,9 +35,6 @@ from curvax.layers.detection.sites import (
 from curvax.layers.tags import LayerTag, dense_tag, embedding_tag, scale_and_shift_tag
 from curvax.layers.use import Slice
 
-__all__ = ["NO_EXAMPLES", "Encounter", "Interpreter", "find_uses"]
-
-
 # Parameters that are put together before they are used: fused gates, fused projections.
 #
 # `concatenate` of parameters is followed like a single one. Where it is contracted with an input,

@@ -14,9 +14,6 @@ from curvax.layers.detection.replay import Collected, Given, stack_shape
 from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_dependants
 from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
 
-__all__ = ["check_devices", "layer_tags_vjp"]
-
-
 LayerData = dict[str, Any]
 
 

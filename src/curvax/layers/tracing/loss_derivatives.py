@@ -16,19 +16,6 @@ from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 
-__all__ = [
-    "LossDerivatives",
-    "LossTangents",
-    "Losses",
-    "PullBack",
-    "PushForward",
-    "like_dependants",
-    "loss_tags_hvp",
-    "loss_tags_jvp",
-    "loss_tags_vjp",
-]
-
-
 Losses = tuple[Any, ...]
 LossTangents = Sequence[Sequence[Array]]
 PushForward = Callable[[PyTree], tuple[tuple[Array, ...], ...]]

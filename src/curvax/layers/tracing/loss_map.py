@@ -23,16 +23,6 @@ from curvax.layers.registration import (
 )
 from curvax.losses.tag import LossTag
 
-__all__ = [
-    "AtLosses",
-    "LossMap",
-    "LossOperands",
-    "ProcessedJaxpr",
-    "TracedFunction",
-    "mapped_lengths",
-]
-
-
 # From the operands of a loss tag to the loss.
 #
 # Inside loops and of `jax.vmap`, a loss is registered many times at once: its arrays have axes

@@ -23,17 +23,6 @@ from curvax.layers.tracing.layer_inputs import check_devices
 from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_dependants
 from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
 
-__all__ = [
-    "PullBack",
-    "Rule",
-    "Statistic",
-    "Sums",
-    "layer_statistics",
-    "probe",
-    "statistics_at",
-]
-
-
 # A probe: does nothing to a layer's outputs, and computes statistics when it is differentiated.
 #
 # A probe returns the outputs as they are. It is also given zeros, one array for each statistic,

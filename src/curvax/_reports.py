@@ -1,14 +1,25 @@
-"""The one door to matplotlib, which is optional."""
+"""How results are shown: tables of text, and plots. The only user of matplotlib, if installed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["log_scales", "new_axes", "plot_memory_plan", "plot_spectral_density"]
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows under a head, each column as wide as its longest entry."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
 
 
 def new_axes() -> Any:
-    """New axes in a new figure."""
+    """Return new axes in a new figure."""
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
@@ -29,11 +40,8 @@ def log_scales(ax: Any) -> None:
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
 
 
-# A memory plan as a plot: what each size needs, and the budget.
-
-
 def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
-    """Memory against batch size for all sizes that were compiled, with the budget.
+    """Plot memory against batch size for all sizes that were compiled, with the budget.
 
     Arguments:
         plan: a `curvax.MemoryPlan`.
@@ -70,11 +78,8 @@ def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
 _UNITS = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")]
 
 
-# The density of eigenvalues as a plot.
-
-
 def plot_spectral_density(density: Any, ax: Any = None) -> Any:
-    """The density of eigenvalues, on a logarithmic scale.
+    """Plot the density of eigenvalues, on a logarithmic scale.
 
     Arguments:
         density: a `curvax.SpectralDensity`.
