@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from curvax.layers.detection.program import trace_program
-from curvax.layers.detection.replay import run
+from curvax.layers.detection.program import run, trace_program
 from curvax.layers.detection.uses import find_uses
 from curvax.layers.registration import RegistrationError, auto_register_tags
 from curvax.layers.report import explain_registration

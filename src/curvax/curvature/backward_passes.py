@@ -88,7 +88,7 @@ def sum_of_terms(
     Blocks whose terms are of the sum over the whole batch have none; instead, second, there are
     their sums in each pass, or the gradient of their parameters.
     """
-    at, blocks, sites = layers.at, layers.blocks, layers.uses
+    at, blocks, uses = layers.at, layers.blocks, layers.uses
     operands, pull_back = statistics_at(at, layers.rule(states))
     passes = [sweep for sweep in sweeps(at, operands, mode, drawn) if sweep.count]
 
@@ -101,7 +101,7 @@ def sum_of_terms(
                 params = [leaves[k] for k in at.processed.layers[n].params]
                 batch_sums[n] = Sums(of_cotangents=sums.of_cotangents or params)
             else:
-                terms[n] = block.terms(sums, sites[n], states[n])
+                terms[n] = block.terms(sums, uses[n], states[n])
         return terms, batch_sums
 
     if len(passes) == 1 and passes[0].count == 1:
@@ -133,8 +133,8 @@ def with_batch_terms(
     for number, block in enumerate(layers.blocks):
         if not block.sums_batch:
             continue
-        sites, state = layers.uses[number], states[number]
-        of_pass = lambda sums, b=block, s=sites, own=state: b.terms(sums, s, own)
+        uses, state = layers.uses[number], states[number]
+        of_pass = lambda sums, b=block, s=uses, own=state: b.terms(sums, s, own)
         each = [jax.vmap(of_pass)(sums[number]) for sums in batch_sums]
         summed = [jax.tree.map(lambda x: jnp.sum(x, 0), own) for own in each]
         found[number] = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *summed)
@@ -161,8 +161,8 @@ def updated_by_data(
     def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:
         scaled = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), cotangents)
         found = []
-        for block, state, data, sites in zip(blocks, states, vjp(scaled), layers.uses, strict=True):
-            given = given_data(data, sites, batch_size)
+        for block, state, data, uses in zip(blocks, states, vjp(scaled), layers.uses, strict=True):
+            given = given_data(data, uses, batch_size)
             own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
             rest = (old, new / num_passes, batch_size, pmap_axis_name)
             found.append(block.update_curvature_matrix_estimate(own, given, *rest))

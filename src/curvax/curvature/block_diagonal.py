@@ -29,9 +29,8 @@ from curvax.curvature.batch import (
     check_separate,
     length_of,
 )
-from curvax.curvature.blocks.base import CurvatureBlock, Powers
+from curvax.curvature.blocks.base import CurvatureBlock, LayerEquation, Powers
 from curvax.curvature.blocks.defaults import default_block_ctor, make_block
-from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
 from curvax.curvature.estimation_modes import LocalBatch, check_mode, draws, num_passes
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
@@ -603,13 +602,13 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         return dict(zip(self._whole, found, strict=True))
 
     def _update_averages(
-        self, state: Any, terms: Sequence[Sums], sites: Sequence[Any], update: AverageUpdate
+        self, state: Any, terms: Sequence[Sums], uses: Sequence[Any], update: AverageUpdate
     ) -> Any:
         """The state with a sum of terms of each block in its averages."""
         states = list(state.blocks_states)
         for number in self._whole:
             block, own = self._known.blocks[number], states[number]
-            states[number] = block.update_averages(own, terms[number], sites[number], *update)
+            states[number] = block.update_averages(own, terms[number], uses[number], *update)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:

@@ -13,8 +13,8 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import AverageUpdate, at_devices
 from curvax.curvature.batch import axes_of, is_of_examples, length_of
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure
+from curvax.curvature.blocks.base import LayerEquation
 from curvax.curvature.blocks.full import Full, NaiveFull, products_of_gradients
-from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_max_parallel_elements
 from curvax.curvature.estimation_modes import LocalBatch, draws, num_passes, row_numbers, sweeps
 from curvax.layers.tags import generic_tag
@@ -116,7 +116,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         numbers = row_numbers(local.num_examples, (), local)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
         terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
-        return self._update_averages(state, [terms], [block.sites], update)
+        return self._update_averages(state, [terms], [block.uses], update)
 
     def _make(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))
@@ -163,7 +163,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         if isinstance(block, Full):
             products = products_of_gradients([x.astype(block.dtype) for x in rows])
             return Sums(of_cotangents=products)
-        terms = lambda own: block.terms(Sums(of_cotangents=own), block.sites, state)
+        terms = lambda own: block.terms(Sums(of_cotangents=own), block.uses, state)
         return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
 
     def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:

@@ -29,7 +29,8 @@ from curvax.curvature.loss_products import (
     total,
 )
 from curvax.curvature.microbatching import SumOverExamples
-from curvax.layers.tracing.loss_derivatives import LossDerivatives, LossTangents
+from curvax.layers.tracing.loss_derivatives import LossDerivatives
+from curvax.layers.tracing.loss_map import LossTangents
 
 Number = int | float | Array
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from curvax._errors import where
 from curvax._types import Array, PyTree
-from curvax.layers.tracing.loss_derivatives import LossDerivatives, Losses
+from curvax.layers.tracing.loss_derivatives import LossDerivatives
+from curvax.layers.tracing.loss_map import Losses
 
 Shape = tuple[int, ...]
 Operation = Callable[[LossDerivatives, Sequence[PyTree], Any, Any], tuple[PyTree, Losses]]

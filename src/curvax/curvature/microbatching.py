@@ -20,7 +20,8 @@ from curvax.curvature.loss_products import (
     factor_transpose,
     jacobian_transpose,
 )
-from curvax.layers.tracing.loss_derivatives import LossDerivatives, Losses
+from curvax.layers.tracing.loss_derivatives import LossDerivatives
+from curvax.layers.tracing.loss_map import Losses
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 

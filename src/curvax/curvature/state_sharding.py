@@ -596,12 +596,12 @@ class ShardedCurvature(BlockDiagonalCurvature):
         return found
 
     def _update_averages(
-        self, state: Any, terms: Sequence[Sums], sites: Sequence[Any], update: AverageUpdate
+        self, state: Any, terms: Sequence[Sums], uses: Sequence[Any], update: AverageUpdate
     ) -> Any:
         estimates = [
             [
                 block.estimate_here(
-                    terms[number], sites[number], update.batch_size, update.axis_name
+                    terms[number], uses[number], update.batch_size, update.axis_name
                 )
                 for number, block in shard.numbered
             ]
@@ -610,7 +610,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         fine = _all_finite_together(self._shards, estimates, update.axis_name)
         each = zip(self._shards, state.shards, estimates, fine, strict=True)
         shards = tuple(_averaged(*of_shard, update) for of_shard in each)
-        return super()._update_averages(replace(state, shards=shards), terms, sites, update)
+        return super()._update_averages(replace(state, shards=shards), terms, uses, update)
 
     def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
         """What is added to the diagonals, for each unit."""

@@ -27,8 +27,8 @@ from curvax.layers.detection.program import (
     needed_for,
     reached_from,
     read,
+    run,
 )
-from curvax.layers.detection.replay import run
 from curvax.layers.detection.tagging import TagSites, described, is_loss, tag_generic
 from curvax.layers.detection.uses import find_uses
 from curvax.layers.patterns import (

@@ -27,12 +27,73 @@ from jax.typing import ArrayLike
 
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.data import data_of_sites, sums_of_data
-from curvax.curvature.blocks.layer import LayerEquation, wide
+from curvax.curvature.blocks.data import data_of_uses, sums_of_data
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import run_matrix_tasks
+from curvax.layers.detection.layers import Layer
+from curvax.layers.detection.tagging import use_of_equation
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse
+
+# A layer as a block sees it: its parameters and all of its uses.
+
+
+def wide(*dtypes: Any) -> Any:
+    """The dtype in which curvature is kept for arrays of some dtypes: at least float32."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes, jnp.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEquation:
+    """A layer: its uses, the equation of its first tag, and the dtypes of its parameters."""
+
+    tag_name: str
+    uses: tuple[LayerUse, ...]
+    dtypes: tuple[Any, ...]
+    equation: Any
+
+    @classmethod
+    def of(cls, equation: Any) -> "LayerEquation":
+        """From an equation alone: a layer that is used once, outside of loops."""
+        if isinstance(equation, cls):
+            return equation
+        tag = equation.primitive
+        params = equation.invars[tag.num_outputs + tag.num_inputs :]
+        use = use_of_equation(equation)
+        return cls(use.layer, (use,), tuple(v.aval.dtype for v in params), equation)
+
+    @classmethod
+    def of_layer(cls, layer: Layer, params: Sequence[Any]) -> "LayerEquation":
+        """From a layer of a traced function, and the variables of all parameters of it."""
+        dtypes = tuple(params[number].aval.dtype for number in layer.params)
+        return cls(layer.tag_name, layer.uses, dtypes, layer.nodes[0].equation)
+
+    @property
+    def param_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the parameters as the function has them."""
+        return tuple(param.shape for param in self.uses[0].params)
+
+    @property
+    def primitive(self) -> Any:
+        """The tag."""
+        return self.equation.primitive
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the tag, without its arrays."""
+        return dict(self.equation.params)
+
+    @property
+    def invars(self) -> list[Any]:
+        """The operands of the tag: outputs, inputs and parameters."""
+        return list(self.equation.invars)
+
+    @property
+    def outvars(self) -> list[Any]:
+        """The results of the tag."""
+        return list(self.equation.outvars)
+
 
 # The cache of a block: which powers are in it, and what of it is computed again.
 
@@ -156,9 +217,9 @@ class CurvatureBlock(abc.ABC):
         return self._equation.primitive
 
     @property
-    def sites(self) -> tuple[LayerUse, ...]:
+    def uses(self) -> tuple[LayerUse, ...]:
         """The places of the layer in the program that the block was made for."""
-        return self._equation.sites
+        return self._equation.uses
 
     @property
     def parameter_variables(self) -> tuple[Any, ...]:
@@ -192,7 +253,7 @@ class CurvatureBlock(abc.ABC):
 
         So they follow each other in `jax.flatten_util.ravel_pytree`, and in `to_dense_matrix`.
         """
-        params = self._equation.sites[0].params
+        params = self._equation.uses[0].params
         return tuple(sorted(range(len(params)), key=lambda k: params[k].index))
 
     @property
@@ -227,7 +288,7 @@ class CurvatureBlock(abc.ABC):
 
     def _shapes(self, *, is_output: bool) -> tuple[tuple[int, ...], ...]:
         """The shapes of inputs or outputs, as `estimation_data` has them."""
-        first = replace(self._equation.sites[0], loops=())
+        first = replace(self._equation.uses[0], loops=())
         in_model = lambda x: first.as_in_model(x, is_output)
         arrays = first.outputs if is_output else first.inputs
         return tuple(jax.eval_shape(in_model, x).shape for x in arrays)
@@ -439,7 +500,7 @@ class CurvatureBlock(abc.ABC):
         """Update the estimate with what happened at the layer.
 
         A class that overrides this may change `inputs` and `outputs_tangents` (or those of each
-        place, in `sites`) and call `super()`: what is passed is used. Arrays of another shape are
+        place, in `uses`) and call `super()`: what is passed is used. Arrays of another shape are
         (examples, *positions, *features), with axes for stacked layers in front; convolutions may
         have another number of examples only. Blocks of the gradient of the whole batch, such as
         `NaiveDiagonal`, take `params_tangents` if these were changed.
@@ -459,16 +520,16 @@ class CurvatureBlock(abc.ABC):
         Raises:
             ValueError: if data that were changed contradict the layer, each other or `batch_size`.
         """
-        sites, arrays = data_of_sites(self, estimation_data, batch_size)
-        sums = sums_of_data(self, state, estimation_data, sites, arrays)
+        uses, arrays = data_of_uses(self, estimation_data, batch_size)
+        sums = sums_of_data(self, state, estimation_data, uses, arrays)
         update = (ema_old, ema_new, batch_size, pmap_axis_name)
-        return self.update_averages(state, self.terms(sums, sites, state), sites, *update)
+        return self.update_averages(state, self.terms(sums, uses, state), uses, *update)
 
     def update_averages(
         self,
         state: Any,
         terms: Sums,
-        sites: Sequence[LayerUse],
+        uses: Sequence[LayerUse],
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
@@ -478,7 +539,7 @@ class CurvatureBlock(abc.ABC):
 
         The mean over devices is finite if it is on all of them, so all update theirs, or none.
         """
-        estimates = self.estimate_here(terms, sites, batch_size, pmap_axis_name)
+        estimates = self.estimate_here(terms, uses, batch_size, pmap_axis_name)
         if pmap_axis_name is not None:
             estimates = lax.pmean(estimates, pmap_axis_name)
         # One answer: all are of the same batches.
@@ -496,23 +557,23 @@ class CurvatureBlock(abc.ABC):
     def estimate_here(
         self,
         terms: Sums,
-        sites: Sequence[LayerUse],
+        uses: Sequence[LayerUse],
         batch_size: ArrayLike,
         axis_name: str | None,
     ) -> Sequence[Array]:
         """As `estimate`, of the terms of one device; the mean over devices is that of all."""
-        if axis_name is not None and not self.has_linear_estimates(sites):
+        if axis_name is not None and not self.has_linear_estimates(uses):
             terms = lax.pmean(terms, axis_name)
-        return self.estimate(terms, sites, batch_size)
+        return self.estimate(terms, uses, batch_size)
 
-    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
+    def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
         """Return whether an estimate depends on which positions belong to one example."""
-        del sites
+        del uses
         return True
 
-    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
+    def has_linear_estimates(self, uses: Sequence[LayerUse]) -> bool:
         """Whether what `estimate` makes of a sum is the sum of what it makes of its parts."""
-        del sites
+        del uses
         return True
 
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
@@ -520,11 +581,11 @@ class CurvatureBlock(abc.ABC):
         return estimates
 
     @abc.abstractmethod
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
-        """What is summed at one of the sites of the layer."""
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+        """What is summed at one of the uses of the layer."""
 
     @abc.abstractmethod
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         """Return what can be added up over passes, from the sums of one.
 
         `sums` has a mapping from the keys of `statistics` in each of its fields.
@@ -532,7 +593,7 @@ class CurvatureBlock(abc.ABC):
 
     @abc.abstractmethod
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         """What goes into each of the averages, from the sum of all terms."""
 

@@ -25,7 +25,7 @@ _RECORD = "given"
 _WHOLE = ("inputs", "outputs_tangents")
 
 Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]
-"""The inputs and the cotangents of the outputs, at a site or of a layer."""
+"""The inputs and the cotangents of the outputs, at a use or of a layer."""
 
 Shapes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 """The shapes of such arrays."""
@@ -34,9 +34,9 @@ Shapes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What a block was given: the sites of its layer, the data themselves, and their number."""
+    """What a block was given: the uses of its layer, the data themselves, and their number."""
 
-    sites: tuple[LayerUse, ...]
+    uses: tuple[LayerUse, ...]
     data: Mapping[str, Any]
     batch_size: ArrayLike
 
@@ -49,30 +49,30 @@ class _Given:
 
 @dataclass(frozen=True, eq=False)
 class _Expected:
-    """A site, the shapes that its data have, and whether these are the model's own."""
+    """A use, the shapes that its data have, and whether these are the model's own."""
 
-    site: LayerUse
+    use: LayerUse
     shapes: Shapes
     is_in_model: bool
 
     def restored(self, arrays: Arrays) -> Arrays:
-        """Return data of these shapes as the site has them."""
+        """Return data of these shapes as the use has them."""
         if not self.is_in_model:
             return arrays
         inputs, cotangents = arrays
         return (
-            tuple(self.site.as_at_tag(x, is_output=False) for x in inputs),
-            tuple(self.site.as_at_tag(x, is_output=True) for x in cotangents),
+            tuple(self.use.as_at_tag(x, is_output=False) for x in inputs),
+            tuple(self.use.as_at_tag(x, is_output=True) for x in cotangents),
         )
 
 
 def given_data(
-    data: Mapping[str, Any], sites: Sequence[LayerUse], batch_size: ArrayLike
+    data: Mapping[str, Any], uses: Sequence[LayerUse], batch_size: ArrayLike
 ) -> dict[str, Any]:
     """Return the data of a layer as its block is given them, in the model's own shapes."""
     shown = tuple(
-        {key: tuple(_in_model(site, key, x) for x in arrays) for key, arrays in at.items()}
-        for site, at in zip(sites, data["sites"], strict=True)
+        {key: tuple(_in_model(use, key, x) for x in arrays) for key, arrays in at.items()}
+        for use, at in zip(uses, data["sites"], strict=True)
     )
     given = {**data, "sites": shown}
     for key in shown[0]:
@@ -81,28 +81,28 @@ def given_data(
             given[key] = each[0]
         elif len({tuple(x.shape[1:] for x in arrays) for arrays in each}) == 1:
             given[key] = tuple(map(jnp.concatenate, zip(*each, strict=True)))
-    return {**given, _RECORD: _Given(tuple(sites), dict(given), batch_size)}
+    return {**given, _RECORD: _Given(tuple(uses), dict(given), batch_size)}
 
 
-def _in_model(site: LayerUse, key: str, x: Array) -> Array:
-    return site.as_in_model(x, is_output=key != "inputs")
+def _in_model(use: LayerUse, key: str, x: Array) -> Array:
+    return use.as_in_model(x, is_output=key != "inputs")
 
 
 def sums_of_data(
-    block: Any, state: Any, data: Mapping[str, Any], sites: Sequence[LayerUse], arrays: Any
+    block: Any, state: Any, data: Mapping[str, Any], uses: Sequence[LayerUse], arrays: Any
 ) -> Sums:
     """Return the sums that `layer_statistics` would, from inputs and cotangents at all places."""
     record = data.get(_RECORD)
     is_changed = record is not None and record.is_changed(data, "params_tangents")
-    if block.sums_batch and (is_changed or not sites[0].is_known):
+    if block.sums_batch and (is_changed or not uses[0].is_known):
         return Sums(of_cotangents=list(data["params_tangents"]))
     totals = Sums({}, {})
-    for site, (inputs, cotangents) in zip(sites, arrays, strict=True):
-        for key, statistic in block.statistics(site, sites, state).items():
+    for use, (inputs, cotangents) in zip(uses, arrays, strict=True):
+        for key, statistic in block.statistics(use, uses, state).items():
             compute = statistic.compute
-            for _ in site.stacked:
+            for _ in use.stacked:
                 compute = jax.vmap(compute)
-            kept = statistic.kept_loops(site.stacked)
+            kept = statistic.kept_loops(use.stacked)
             summed = tuple(axis for axis, has in enumerate(kept) if not has)
             value = jax.tree.map(lambda x, own=summed: jnp.sum(x, own), compute(inputs, cotangents))
             sums = totals[0 if statistic.depends_on == "inputs" else 1]
@@ -110,10 +110,10 @@ def sums_of_data(
     return totals
 
 
-def data_of_sites(
+def data_of_uses(
     block: Any, data: Mapping[str, Any], batch_size: ArrayLike
 ) -> tuple[tuple[LayerUse, ...], tuple[Arrays, ...]]:
-    """Return the sites that the data are of, and the inputs and cotangents at each of them.
+    """Return the uses that the data are of, and the inputs and cotangents at each of them.
 
     Arguments:
         block: the block that takes them.
@@ -125,11 +125,11 @@ def data_of_sites(
     """
     record = data.get(_RECORD)
     if record is None:  # They are as `layer_tags_vjp` returns them.
-        expected = [_Expected(site, _raw_shapes(site), False) for site in block.sites]
+        expected = [_Expected(use, _raw_shapes(use), False) for use in block.uses]
         whole, size = "sites" not in data or all(key in data for key in _WHOLE), batch_size
     else:
-        pairs = zip(record.sites, record.data["sites"], strict=True)
-        expected = [_Expected(site, _shapes_of(_arrays(at)), True) for site, at in pairs]
+        pairs = zip(record.uses, record.data["sites"], strict=True)
+        expected = [_Expected(use, _shapes_of(_arrays(at)), True) for use, at in pairs]
         whole = record.is_changed(data, *_WHOLE)
         size = None if batch_size is record.batch_size else batch_size
         if whole and record.is_changed(data, "sites"):
@@ -146,21 +146,21 @@ def data_of_sites(
         found = _of_whole(block, _arrays(data), expected, size)
     elif len(data["sites"]) != len(expected):
         raise _contradiction(
-            block, f"it has data of {len(data['sites'])} sites, the layer has {len(expected)}"
+            block, f"it has data of {len(data['uses'])} sites, the layer has {len(expected)}"
         )
     else:
         each = zip(expected, map(_arrays, data["sites"]), strict=True)
-        found = [_at_site(block, own, arrays, size) for own, arrays in each]
-    return tuple(site for site, _ in found), tuple(arrays for _, arrays in found)
+        found = [_at_use(block, own, arrays, size) for own, arrays in each]
+    return tuple(use for use, _ in found), tuple(arrays for _, arrays in found)
 
 
 def _of_whole(
     block: Any, arrays: Arrays, expected: Sequence[_Expected], batch_size: ArrayLike | None
 ) -> list[tuple[LayerUse, Arrays]]:
-    """The arrays of a layer at its sites, or of all of them together if their shape is another."""
-    first, sites = expected[0], [own.site for own in expected]
-    if len(sites) == 1:
-        return [_at_site(block, first, arrays, batch_size)]
+    """The arrays of a layer at its uses, or of all of them together if their shape is another."""
+    first, uses = expected[0], [own.use for own in expected]
+    if len(uses) == 1:
+        return [_at_use(block, first, arrays, batch_size)]
     shapes = _joined([own.shapes for own in expected])
     if _shapes_of(arrays) == shapes:
         lengths = lambda k, n: np.cumsum([own.shapes[k][n][0] for own in expected])[:-1].tolist()
@@ -169,26 +169,26 @@ def _of_whole(
             for k, each in enumerate(arrays)
         ]
         parts = zip(expected, *split, strict=True)
-        return [(own.site, own.restored((inputs, rest))) for own, inputs, rest in parts]
-    forms = {(s.kind, s.stack, s.cuts, str([p.arrangement for p in s.params])) for s in sites}
-    if len(forms) > 1 or block.needs_examples(sites):
+        return [(own.use, own.restored((inputs, rest))) for own, inputs, rest in parts]
+    forms = {(s.kind, s.stack, s.cuts, str([p.arrangement for p in s.params])) for s in uses}
+    if len(forms) > 1 or block.needs_examples(uses):
         raise _contradiction(
             block,
-            f"the layer is applied at {len(sites)} places, and data of all of them together must "
+            f"the layer is applied at {len(uses)} places, and data of all of them together must "
             f"keep their shapes, {shapes}, got {_shapes_of(arrays)}. Change the data of each "
             f"place, under sites, instead",
         )
-    return [_at_site(block, replace(first, shapes=((), ())), arrays, batch_size)]
+    return [_at_use(block, replace(first, shapes=((), ())), arrays, batch_size)]
 
 
-def _at_site(
+def _at_use(
     block: Any, expected: _Expected, arrays: Arrays, batch_size: ArrayLike | None
 ) -> tuple[LayerUse, Arrays]:
-    """A site for data of these shapes or of others."""
-    site, shapes = expected.site, expected.shapes
+    """A use for data of these shapes or of others."""
+    use, shapes = expected.use, expected.shapes
     if _shapes_of(arrays) == shapes:
-        return site, expected.restored(arrays)
-    counts = len(site.inputs), len(site.outputs)
+        return use, expected.restored(arrays)
+    counts = len(use.inputs), len(use.outputs)
     if (len(arrays[0]), len(arrays[1])) != (1, 1) or counts != (1, 1):
         raise _contradiction(
             block,
@@ -196,34 +196,34 @@ def _at_site(
             f"{shapes}, got {_shapes_of(arrays)}",
         )
     ((x,), (g,)) = arrays
-    if site.repeats > 1 and block.needs_examples((site,)):
+    if use.repeats > 1 and block.needs_examples((use,)):
         raise _contradiction(
             block,
             f"the layer is in a loop, and {type(block).__name__} needs the gradients of single "
             f"examples: its data must keep their shapes, {shapes}, got {_shapes_of(arrays)}",
         )
-    rows = _num_rows(block, site, x, g)
+    rows = _num_rows(block, use, x, g)
     if isinstance(batch_size, int | np.integer) and (batch_size < 1 or rows % batch_size):
         raise _contradiction(
             block,
             f"the batch_size {batch_size} does not divide its {rows} rows. Pass the number of "
             f"examples, or that of rows if each of them counts as an example",
         )
-    return site.of_data(x, g), arrays
+    return use.of_data(x, g), arrays
 
 
-def _num_rows(block: Any, site: LayerUse, x: Array, g: Array) -> int:
+def _num_rows(block: Any, use: LayerUse, x: Array, g: Array) -> int:
     """How many rows data of another shape have, which are checked against the layer."""
-    skip = len(site.stack)
-    rows, features = site.split_shape(x.shape[skip:], False)
-    rows_out, features_out = site.split_shape(g.shape[skip:], True)
+    skip = len(use.stack)
+    rows, features = use.split_shape(x.shape[skip:], False)
+    rows_out, features_out = use.split_shape(g.shape[skip:], True)
     expected = [
-        site.split_shape(own.shape, is_output)[1]
-        for own, is_output in ((site.input, False), (site.output, True))
+        use.split_shape(own.shape, is_output)[1]
+        for own, is_output in ((use.input, False), (use.output, True))
     ]
-    is_integer = [jnp.issubdtype(y.dtype, jnp.integer) for y in (x, site.input)]
+    is_integer = [jnp.issubdtype(y.dtype, jnp.integer) for y in (x, use.input)]
     fits = (
-        x.shape[:skip] == g.shape[:skip] == site.stack
+        x.shape[:skip] == g.shape[:skip] == use.stack
         and [features, features_out] == expected
         and rows == rows_out
         and len(rows) > 0
@@ -233,10 +233,10 @@ def _num_rows(block: Any, site: LayerUse, x: Array, g: Array) -> int:
         raise _contradiction(
             block,
             f"inputs and outputs_tangents have the shapes {x.shape} and {g.shape} and the dtypes "
-            f"{x.dtype} and {g.dtype}. At the layer they are {(*site.lengths, *site.input.shape)} "
-            f"and {(*site.lengths, *site.output.shape)}, {site.input.dtype} and "
-            f"{site.output.dtype}; others must have as many rows each, and the features "
-            f"{expected[0]} and {expected[1]}, after axes {site.stack} for stacked layers",
+            f"{x.dtype} and {g.dtype}. At the layer they are {(*use.lengths, *use.input.shape)} "
+            f"and {(*use.lengths, *use.output.shape)}, {use.input.dtype} and "
+            f"{use.output.dtype}; others must have as many rows each, and the features "
+            f"{expected[0]} and {expected[1]}, after axes {use.stack} for stacked layers",
         )
     return math.prod(rows)
 
@@ -259,16 +259,16 @@ def _shapes_of(arrays: Arrays) -> Shapes:
     return inputs, cotangents
 
 
-def _raw_shapes(site: LayerUse) -> Shapes:
+def _raw_shapes(use: LayerUse) -> Shapes:
     inputs, outputs = (
-        tuple((*site.lengths, *x.shape) for x in each) for each in (site.inputs, site.outputs)
+        tuple((*use.lengths, *x.shape) for x in each) for each in (use.inputs, use.outputs)
     )
     return inputs, outputs
 
 
 def _joined(shapes: Sequence[Shapes]) -> Shapes | None:
-    """The shapes of the arrays of all sites along the first axis; None if they do not fit."""
-    if len({tuple(tuple(s[1:] for s in each) for each in site) for site in shapes}) > 1:
+    """The shapes of the arrays of all uses along the first axis; None if they do not fit."""
+    if len({tuple(tuple(s[1:] for s in each) for each in use) for use in shapes}) > 1:
         return None
     add = lambda *each: (sum(s[0] for s in each), *each[0][1:])
     inputs, cotangents = (tuple(map(add, *kinds)) for kinds in zip(*shapes, strict=True))

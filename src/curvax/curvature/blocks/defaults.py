@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from curvax.curvature.blocks.base import CurvatureBlock
+from curvax.curvature.blocks.base import CurvatureBlock, LayerEquation
 from curvax.curvature.blocks.diagonal import NaiveDiagonal, ScaleAndShiftDiagonal
 from curvax.curvature.blocks.example_gradients import ExampleGradientBlock
 from curvax.curvature.blocks.kronecker import (
@@ -13,7 +13,6 @@ from curvax.curvature.blocks.kronecker import (
     DenseTwoKroneckerFactored,
     EmbeddingTwoKroneckerFactored,
 )
-from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.blocks.settings import get_default_tag_to_block_ctor
 from curvax.curvature.blocks.sliced_params import SlicedParams
 
@@ -44,7 +43,7 @@ def make_block(
     block_ctor: Callable[[Any, str], CurvatureBlock], equation: LayerEquation, name: str
 ) -> CurvatureBlock:
     """Make the block of a layer; one for each part, if it needs that."""
-    if any(cut for site in equation.sites for cut in site.cuts):
+    if any(cut for use in equation.uses for cut in use.cuts):
         parts = SlicedParams(equation, name, block_ctor)
         if any(part.splits_parts for part in parts.parts):
             parts.check_updates()

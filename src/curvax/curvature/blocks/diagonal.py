@@ -53,19 +53,19 @@ class Diagonal(ExampleGradientBlock):
     max_elements: int | None = None
     """How many elements of gradients of examples to hold at once; None for what is set."""
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        self.check_examples(sites)
-        return gradient_statistics(site, sites, _squares, False, self.dtype, self.max_elements)
+        self.check_examples(uses)
+        return gradient_statistics(use, uses, _squares, False, self.dtype, self.max_elements)
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        return Sums(of_cotangents=gradient_terms(sums, sites, _squares, on_whole=False))
+        return Sums(of_cotangents=gradient_terms(sums, uses, _squares, on_whole=False))
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        del sites
+        del uses
         return [x / batch_size for x in terms.of_cotangents]
 
     def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
@@ -131,9 +131,9 @@ class NaiveDiagonal(BatchGradientBlock, Diagonal):
     average, as far as estimation modes have random signs or targets, and are noise here.
     """
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        return Sums(of_cotangents=[x**2 for x in self.total_gradient(sums, sites)])
+        return Sums(of_cotangents=[x**2 for x in self.total_gradient(sums, uses)])
 
 
 def _squares(gradients: list[Array]) -> list[Array]:

@@ -54,27 +54,27 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        return (*super().remarks, *remarks_on_examples(self._equation.sites))
+        return (*super().remarks, *remarks_on_examples(self._equation.uses))
 
-    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
-        del sites
+    def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
+        del uses
         return True
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
         squares = self._squares(state.basis)
-        own = gradient_statistics(site, sites, squares, on_whole=True, dtype=self.dtype)
-        return {**super().statistics(site, sites, state), **own}
+        own = gradient_statistics(use, uses, squares, on_whole=True, dtype=self.dtype)
+        return {**super().statistics(use, uses, state), **own}
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
-        factors = super().terms(sums, sites, state)
-        corrected = gradient_terms(sums, sites, self._squares(state.basis), on_whole=True)
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+        factors = super().terms(sums, uses, state)
+        corrected = gradient_terms(sums, uses, self._squares(state.basis), on_whole=True)
         return Sums(factors.of_inputs, (factors.of_cotangents, corrected))
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         outputs, corrected = terms.of_cotangents
-        factors = super().estimate(Sums(terms.of_inputs, outputs), sites, batch_size)
+        factors = super().estimate(Sums(terms.of_inputs, outputs), uses, batch_size)
         return *factors, corrected / (batch_size * self.num_averaged_positions)
 
     def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import CurvatureBlock, Statistics
-from curvax.curvature.blocks.layer import wide
+from curvax.curvature.blocks.base import CurvatureBlock, Statistics, wide
 from curvax.curvature.blocks.settings import get_max_parallel_elements
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
@@ -34,115 +33,115 @@ Quadratic = Callable[[list[Array]], PyTree]
 
 @dataclass(frozen=True, order=True)
 class GradientsAt:
-    """The key of a statistic of gradients: the index of the first site that has it."""
+    """The key of a statistic of gradients: the index of the first use that has it."""
 
-    site: int
+    use: int
 
 
 def gradient_statistics(
-    site: LayerUse,
-    sites: Sequence[LayerUse],
+    use: LayerUse,
+    uses: Sequence[LayerUse],
     quadratic: Quadratic,
     on_whole: bool,
     dtype: jnp.dtype,
     max_elements: int | None = None,
 ) -> Statistics:
-    """What to sum at a site.
+    """What to sum at a use.
 
     `on_whole` says that the quadratic is of gradients as the function has the parameters.
     """
-    (group,) = [group for group in _groups(sites) if site in group]
+    (group,) = [group for group in _groups(uses) if use in group]
     if _is_held(group, on_whole):
-        key = GradientsAt(sites.index(_first_of_form(site, group)))
-        compute = lambda x, g: site.gradients(x[0], g[0].astype(dtype))
-        return {key: Statistic(compute, reduce=tuple(not own for own in site.example_loops))}
+        key = GradientsAt(uses.index(_first_of_form(use, group)))
+        compute = lambda x, g: use.gradients(x[0], g[0].astype(dtype))
+        return {key: Statistic(compute, reduce=tuple(not own for own in use.example_loops))}
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
         (x,), (g,) = inputs, cotangents
-        whole = jax.vmap(site.put) if on_whole else lambda gradients: gradients
-        compute = lambda x, g: quadratic(whole(site.gradients_by_example(x, g)))
-        return _in_chunks(site, compute, x, g.astype(dtype), max_elements)
+        whole = jax.vmap(use.put) if on_whole else lambda gradients: gradients
+        compute = lambda x, g: quadratic(whole(use.gradients_by_example(x, g)))
+        return _in_chunks(use, compute, x, g.astype(dtype), max_elements)
 
-    return {GradientsAt(sites.index(site)): Statistic(summed)}
+    return {GradientsAt(uses.index(use)): Statistic(summed)}
 
 
 def gradient_terms(
-    sums: Sums, sites: Sequence[LayerUse], quadratic: Quadratic, on_whole: bool
+    sums: Sums, uses: Sequence[LayerUse], quadratic: Quadratic, on_whole: bool
 ) -> PyTree:
-    """Sums over all sites and examples.
+    """Sums over all uses and examples.
 
     If the quadratic is not `on_whole`, it returns one array for each parameter.
     """
-    found = lambda site: sums.of_cotangents[GradientsAt(sites.index(site))]
+    found = lambda use: sums.of_cotangents[GradientsAt(uses.index(use))]
     terms = []
-    for group in _groups(sites):
+    for group in _groups(uses):
         if _is_held(group, on_whole):
-            firsts = [site for site in group if _first_of_form(site, group) is site]
-            terms.append(quadratic(_sum([_put_examples(site, found(site)) for site in firsts])))
+            firsts = [use for use in group if _first_of_form(use, group) is use]
+            terms.append(quadratic(_sum([_put_examples(use, found(use)) for use in firsts])))
         else:
-            (site,) = group
-            terms.append(found(site) if on_whole else site.put(found(site)))
+            (use,) = group
+            terms.append(found(use) if on_whole else use.put(found(use)))
     return _sum(terms)
 
 
-def why_inexact(sites: Sequence[LayerUse]) -> str:
+def why_inexact(uses: Sequence[LayerUse]) -> str:
     """Why the gradients of single examples are not known; "" if they are."""
-    groups = _known_groups(sites)
+    groups = _known_groups(uses)
     if isinstance(groups, str):
         return groups
-    return next((site.examples.remark for site in sites if site.examples.remark), "")
+    return next((use.examples.remark for use in uses if use.examples.remark), "")
 
 
-def remarks_on_examples(sites: Sequence[LayerUse]) -> tuple[str, ...]:
+def remarks_on_examples(uses: Sequence[LayerUse]) -> tuple[str, ...]:
     """What to know where gradients of single examples are not known: what is done instead."""
-    why = why_inexact(sites)
+    why = why_inexact(uses)
     if not why:
         return ()
-    if any(site.examples.unknown for site in sites):
+    if any(use.examples.unknown for use in uses):
         return (f"{why}: each position counts as an example of its own",)
-    if isinstance(_known_groups(sites), str):
+    if isinstance(_known_groups(uses), str):
         return (f"{why}: each place counts on its own",)
     return (f"{why}: gradients of different ones are taken to be independent",)
 
 
-def _known_groups(sites: Sequence[LayerUse]) -> list[list[LayerUse]] | str:
-    """The sites that are about the same examples, together; or why that is not known."""
-    pairs = [zip(site.stacked, site.example_loops, strict=True) for site in sites]
+def _known_groups(uses: Sequence[LayerUse]) -> list[list[LayerUse]] | str:
+    """The uses that are about the same examples, together; or why that is not known."""
+    pairs = [zip(use.stacked, use.example_loops, strict=True) for use in uses]
     if any(has and own for each in pairs for has, own in each):
         return "examples unknown: a loop takes other parameters for each of them"
-    groups = same_examples([site.examples for site in sites])
+    groups = same_examples([use.examples for use in uses])
     if isinstance(groups, str):
         return groups
-    return [[sites[number] for number in group] for group in groups.values()]
+    return [[uses[number] for number in group] for group in groups.values()]
 
 
-def _groups(sites: Sequence[LayerUse]) -> list[list[LayerUse]]:
-    """The sites that are about the same examples, together; all apart if that is not known."""
-    groups = _known_groups(sites)
-    return [[site] for site in sites] if isinstance(groups, str) else groups
+def _groups(uses: Sequence[LayerUse]) -> list[list[LayerUse]]:
+    """The uses that are about the same examples, together; all apart if that is not known."""
+    groups = _known_groups(uses)
+    return [[use] for use in uses] if isinstance(groups, str) else groups
 
 
 def _is_held(group: Sequence[LayerUse], on_whole: bool) -> bool:
     """Whether gradients of all examples are held until all places have added to them."""
-    site = group[0]
-    loops = zip(site.lengths, site.stacked, site.example_loops, strict=True)
+    use = group[0]
+    loops = zip(use.lengths, use.stacked, use.example_loops, strict=True)
     has_steps = any(n > 1 and not has and not own for n, has, own in loops)
-    return len(group) > 1 or has_steps or (on_whole and bool(site.stack))
+    return len(group) > 1 or has_steps or (on_whole and bool(use.stack))
 
 
-def _first_of_form(site: LayerUse, group: Sequence[LayerUse]) -> LayerUse:
-    """The first site that uses the parameters in the same form."""
+def _first_of_form(use: LayerUse, group: Sequence[LayerUse]) -> LayerUse:
+    """The first use that uses the parameters in the same form."""
     form = lambda s: (
         (s.stack, s.stacked, s.cuts, s.slice_shapes, [p.arrangement for p in s.params]),
         (s.lengths, s.example_loops, s.num_examples),
     )
-    return next(other for other in group if form(other) == form(site))
+    return next(other for other in group if form(other) == form(use))
 
 
-def _put_examples(site: LayerUse, gradients: Sequence[Array]) -> list[Array]:
+def _put_examples(use: LayerUse, gradients: Sequence[Array]) -> list[Array]:
     """Gradients of examples in the shapes of the parameters, with an axis for examples in front."""
     # In front are axes for the loops that take slices of parameters, or are over examples.
-    loops = [own for has, own in zip(site.stacked, site.example_loops, strict=True) if has or own]
+    loops = [own for has, own in zip(use.stacked, use.example_loops, strict=True) if has or own]
     over_examples = [axis for axis, own in enumerate(loops) if own]
 
     def with_examples_in_front(x: Array) -> Array:
@@ -150,7 +149,7 @@ def _put_examples(site: LayerUse, gradients: Sequence[Array]) -> list[Array]:
         x = jnp.moveaxis(x, axes, range(len(axes)))
         return x.reshape(-1, *x.shape[len(axes) :])
 
-    return jax.vmap(site.put)([with_examples_in_front(x) for x in gradients])
+    return jax.vmap(use.put)([with_examples_in_front(x) for x in gradients])
 
 
 def _sum(terms: Sequence[PyTree]) -> PyTree:
@@ -158,16 +157,16 @@ def _sum(terms: Sequence[PyTree]) -> PyTree:
 
 
 def _in_chunks(
-    site: LayerUse,
+    use: LayerUse,
     compute: Callable[[Array, Array], PyTree],
     x: Array,
     g: Array,
     max_elements: int | None,
 ) -> PyTree:
     """The sum over examples, as many at a time as may be held."""
-    xs, gs = site.by_example(x, False), site.by_example(g, True)
+    xs, gs = use.by_example(x, False), use.by_example(g, True)
     number = xs.shape[0]
-    dim = max(sum(map(math.prod, site.slice_shapes)), 1)
+    dim = max(sum(map(math.prod, use.slice_shapes)), 1)
     size = min(number, max(1, (max_elements or get_max_parallel_elements()) // dim))
     full = number // size
     parts = [y[: full * size].reshape(full, size, *y.shape[1:]) for y in (xs, gs)]
@@ -200,16 +199,16 @@ class ExampleGradientBlock(CurvatureBlock):
         super().__init__(layer_tag_eq, name)
         self._allows_approximation = allow_approximation
         if not self.has_own_update:
-            self.check_examples(self._equation.sites)
+            self.check_examples(self._equation.uses)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        return remarks_on_examples(self._equation.sites)
+        return remarks_on_examples(self._equation.uses)
 
-    def check_examples(self, sites: Sequence[LayerUse]) -> None:
+    def check_examples(self, uses: Sequence[LayerUse]) -> None:
         """Refuse places at which the gradients of single examples are not known."""
-        why = why_inexact(sites)
-        if not why or not self.needs_examples(sites) or self._allows_approximation:
+        why = why_inexact(uses)
+        if not why or not self.needs_examples(uses) or self._allows_approximation:
             return
         kind = self._equation.tag_name
         other = _NEEDS_NO_EXAMPLES.get(kind, "NaiveDiagonal")
@@ -256,12 +255,12 @@ class ScaleAndShiftBlock(CurvatureBlock):
     @property
     def has_scale(self) -> bool:
         """Whether the layer has a scale."""
-        return any(isinstance(site, ScaleAndShiftUse) and site.has_scale for site in self.sites)
+        return any(isinstance(use, ScaleAndShiftUse) and use.has_scale for use in self.uses)
 
     @property
     def has_shift(self) -> bool:
         """Whether the layer has a shift."""
-        return any(isinstance(site, ScaleAndShiftUse) and site.has_shift for site in self.sites)
+        return any(isinstance(use, ScaleAndShiftUse) and use.has_shift for use in self.uses)
 
 
 class BatchGradientBlock(CurvatureBlock):
@@ -269,39 +268,39 @@ class BatchGradientBlock(CurvatureBlock):
 
     sums_batch = True
 
-    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
-        del sites
+    def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
+        del uses
         return False
 
     @property
     def remarks(self) -> tuple[str, ...]:
         return ("only the gradient of all examples together is known: estimates are noisy",)
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        if not site.is_known:  # The pass itself has the gradient.
+        if not use.is_known:  # The pass itself has the gradient.
             return {}
-        return {GradientsAt(sites.index(site)): _batch_gradient(site, self.dtype)}
+        return {GradientsAt(uses.index(use)): _batch_gradient(use, self.dtype)}
 
-    def total_gradient(self, sums: Sums, sites: Sequence[LayerUse]) -> list[Array]:
-        """Return the gradient of all examples and sites, in the shapes of the parameters.
+    def total_gradient(self, sums: Sums, uses: Sequence[LayerUse]) -> list[Array]:
+        """Return the gradient of all examples and uses, in the shapes of the parameters.
 
-        The sums are those of each site, or the gradient itself.
+        The sums are those of each use, or the gradient itself.
         """
         found = sums.of_cotangents
         if not isinstance(found, dict):
             return [x.astype(wide(x.dtype)) for x in found]
-        each = [site.put(found[GradientsAt(number)]) for number, site in enumerate(sites)]
+        each = [use.put(found[GradientsAt(number)]) for number, use in enumerate(uses)]
         return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
 
 
-def _batch_gradient(site: LayerUse, dtype: jnp.dtype) -> Statistic:
-    """The gradient of all examples at a site, with the parameters as the site has them."""
-    if site.kind == "generic_tag":
+def _batch_gradient(use: LayerUse, dtype: jnp.dtype) -> Statistic:
+    """The gradient of all examples at a use, with the parameters as the use has them."""
+    if use.kind == "generic_tag":
         return Statistic(lambda _, g: [g[0].astype(dtype)], "cotangents")
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> list[Array]:
-        gradients = site.gradients(inputs[0], cotangents[0].astype(dtype))
+        gradients = use.gradients(inputs[0], cotangents[0].astype(dtype))
         return [jnp.sum(x, 0) for x in gradients]
 
     return Statistic(summed)

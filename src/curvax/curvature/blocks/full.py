@@ -120,22 +120,22 @@ class Full(ExampleGradientBlock):
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         return [diagonal(matrix) for matrix in estimates]
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        self.check_examples(sites)
+        self.check_examples(uses)
         return gradient_statistics(
-            site, sites, products_of_gradients, True, self.dtype, self.max_elements
+            use, uses, products_of_gradients, True, self.dtype, self.max_elements
         )
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        products = gradient_terms(sums, sites, products_of_gradients, on_whole=True)
+        products = gradient_terms(sums, uses, products_of_gradients, on_whole=True)
         return Sums(of_cotangents=products)
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        del sites
+        del uses
         return [terms.of_cotangents / batch_size]
 
     def to_dense_matrix(self, state: Any) -> Array:
@@ -222,9 +222,9 @@ class NaiveFull(BatchGradientBlock, Full):
         eigen_decomposition_threshold: as in `Full`.
     """
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         del state
-        flat = self.flattened(self.total_gradient(sums, sites))
+        flat = self.flattened(self.total_gradient(sums, uses))
         return Sums(of_cotangents=jnp.outer(flat, flat))
 
 

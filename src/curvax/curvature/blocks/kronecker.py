@@ -50,29 +50,29 @@ from curvax.layers.use import ConvolutionUse, EmbeddingUse, LayerUse
 # Both factors of a layer's curvature.
 
 
-def matrix_shape(site: LayerUse) -> tuple[tuple[int, ...], int, int]:
+def matrix_shape(use: LayerUse) -> tuple[tuple[int, ...], int, int]:
     """Heads or groups, the number of inputs (with the bias), and that of outputs."""
-    weight = site.slice_shapes[0]
-    bias = int(len(site.slice_shapes) > 1)
-    if isinstance(site, ConvolutionUse):
-        geometry = geometry_of(site)
-        size = geometry.patch_size(site.input.shape)
-        groups, out = geometry.num_groups, _out_channels(site)
+    weight = use.slice_shapes[0]
+    bias = int(len(use.slice_shapes) > 1)
+    if isinstance(use, ConvolutionUse):
+        geometry = geometry_of(use)
+        size = geometry.patch_size(use.input.shape)
+        groups, out = geometry.num_groups, _out_channels(use)
         heads = (groups,) if groups > 1 else ()
         return heads, size + bias, out // groups
-    if isinstance(site, EmbeddingUse):
+    if isinstance(use, EmbeddingUse):
         return (), weight[0] + bias, math.prod(weight[1:])
     return weight[:-2], weight[-2] + bias, weight[-1]
 
 
-def matrix_of_params(site: LayerUse, params: Sequence[Array]) -> Array:
+def matrix_of_params(use: LayerUse, params: Sequence[Array]) -> Array:
     """Parameters as the function has them, as (*stack, *heads, inputs, outputs)."""
-    weight, *rest = site.take(params)
-    heads, inputs, outputs = matrix_shape(site)
-    front = weight.shape[: len(site.stack)]
+    weight, *rest = use.take(params)
+    heads, inputs, outputs = matrix_shape(use)
+    front = weight.shape[: len(use.stack)]
     size = inputs - len(rest)
-    if isinstance(site, ConvolutionUse):
-        kernel = jnp.moveaxis(weight, _kernel_axes(site, weight.ndim), range(-len(_order(site)), 0))
+    if isinstance(use, ConvolutionUse):
+        kernel = jnp.moveaxis(weight, _kernel_axes(use, weight.ndim), range(-len(_order(use)), 0))
         if heads:
             kernel = kernel.reshape(*front, size, *heads, outputs)
             weight = jnp.swapaxes(kernel, -3, -2)
@@ -84,123 +84,123 @@ def matrix_of_params(site: LayerUse, params: Sequence[Array]) -> Array:
     return jnp.concatenate([weight, rest[0].reshape(*front, *heads, 1, outputs)], axis=-2)
 
 
-def params_of_matrix(site: LayerUse, matrix: Array) -> list[Array]:
+def params_of_matrix(use: LayerUse, matrix: Array) -> list[Array]:
     """What `matrix_of_params` made of parameters, back."""
-    heads, _, _ = matrix_shape(site)
-    front = matrix.shape[: len(site.stack)]
-    has_bias = len(site.slice_shapes) > 1
+    heads, _, _ = matrix_shape(use)
+    front = matrix.shape[: len(use.stack)]
+    has_bias = len(use.slice_shapes) > 1
     weight = matrix[..., :-1, :] if has_bias else matrix
-    shape = site.slice_shapes[0]
-    if isinstance(site, ConvolutionUse):
-        ordered = [shape[axis] for axis in _order(site)]
+    shape = use.slice_shapes[0]
+    if isinstance(use, ConvolutionUse):
+        ordered = [shape[axis] for axis in _order(use)]
         if heads:
             weight = jnp.swapaxes(weight, -3, -2)
         weight = weight.reshape(*front, *ordered)
-        weight = jnp.moveaxis(weight, range(-len(ordered), 0), _kernel_axes(site, weight.ndim))
+        weight = jnp.moveaxis(weight, range(-len(ordered), 0), _kernel_axes(use, weight.ndim))
     taken = [weight.reshape(*front, *shape)]
     if has_bias:
-        taken.append(matrix[..., -1, :].reshape(*front, *site.slice_shapes[1]))
-    return site.put(taken)
+        taken.append(matrix[..., -1, :].reshape(*front, *use.slice_shapes[1]))
+    return use.put(taken)
 
 
-def num_rows(site: LayerUse) -> int:
+def num_rows(use: LayerUse) -> int:
     """At how many positions the same weights are applied, over all steps that share them."""
-    if isinstance(site, ConvolutionUse):
-        numbers = site.dimension_numbers
-        shape = site.output.shape
+    if isinstance(use, ConvolutionUse):
+        numbers = use.dimension_numbers
+        shape = use.output.shape
         count = math.prod(shape[axis] for axis in (numbers.out_spec[0], *numbers.out_spec[2:]))
-        return count * site.repeats
-    heads, _, outputs = matrix_shape(site)
-    return math.prod(site.output.shape) // max(math.prod(heads) * outputs, 1) * site.repeats
+        return count * use.repeats
+    heads, _, outputs = matrix_shape(use)
+    return math.prod(use.output.shape) // max(math.prod(heads) * outputs, 1) * use.repeats
 
 
-def input_moment(site: LayerUse, side: Side, x: Array, dtype: Any) -> Array:
+def input_moment(use: LayerUse, side: Side, x: Array, dtype: Any) -> Array:
     """The sum over positions, in one step, of outer products of rows."""
-    has_bias = len(site.slice_shapes) > 1
-    if isinstance(site, EmbeddingUse):
-        counts = jnp.zeros((site.slice_shapes[0][0],), dtype)
+    has_bias = len(use.slice_shapes) > 1
+    if isinstance(use, EmbeddingUse):
+        counts = jnp.zeros((use.slice_shapes[0][0],), dtype)
         return side.of_diagonal(counts.at[x.reshape(-1)].add(1, mode="drop"))
     x = x.astype(dtype)
-    if not isinstance(site, ConvolutionUse):
-        rows = _rows(site, x)
+    if not isinstance(use, ConvolutionUse):
+        rows = _rows(use, x)
         if has_bias:
             rows = jnp.concatenate([rows, jnp.ones_like(rows[..., :1])], -1)
         return side.of_rows(rows)
-    geometry = geometry_of(site)
+    geometry = geometry_of(use)
     if isinstance(side, DenseSide):
         moment, sums = patch_moment_sums(x, geometry, with_first=has_bias)
     else:
         moment = _patch_sums(x**2, geometry)
         sums = _patch_sums(x, geometry) if has_bias else None
-    count = num_rows(site) // site.repeats
+    count = num_rows(use) // use.repeats
     return _bordered(side, moment, sums, count) if has_bias else moment
 
 
-def output_moment(site: LayerUse, side: Side, cotangent: Array, dtype: Any) -> Array:
+def output_moment(use: LayerUse, side: Side, cotangent: Array, dtype: Any) -> Array:
     """The sum over positions, in one step, of outer products of cotangents."""
-    return side.of_rows(_output_rows(site, cotangent.astype(dtype)))
+    return side.of_rows(_output_rows(use, cotangent.astype(dtype)))
 
 
-def input_sums(site: LayerUse, x: Array, dtype: Any) -> Array:
+def input_sums(use: LayerUse, x: Array, dtype: Any) -> Array:
     """The sum over the positions of each example of its rows: (*heads, examples, inputs)."""
-    if isinstance(site, EmbeddingUse):
-        table = site.slice_shapes[0][0]
-        indices = site.by_example(x, False)
+    if isinstance(use, EmbeddingUse):
+        table = use.slice_shapes[0][0]
+        indices = use.by_example(x, False)
         indices = indices.reshape(indices.shape[0], -1)
         zeros = jnp.zeros((indices.shape[0], table), dtype)
         return zeros.at[jnp.arange(indices.shape[0])[:, None], indices].add(1, mode="drop")
     x = x.astype(dtype)
-    if isinstance(site, ConvolutionUse):
-        sums = jnp.sum(extract_patches(x, geometry_of(site)), -2)
-        count = math.prod(site.output.shape) // max(sums.shape[-2] * _out_channels(site), 1)
+    if isinstance(use, ConvolutionUse):
+        sums = jnp.sum(extract_patches(x, geometry_of(use)), -2)
+        count = math.prod(use.output.shape) // max(sums.shape[-2] * _out_channels(use), 1)
     else:
-        rows = _examples_of_rows(site, _rows(site, x))
+        rows = _examples_of_rows(use, _rows(use, x))
         sums, count = jnp.sum(rows, -2), rows.shape[-2]
-    if len(site.slice_shapes) == 1:
+    if len(use.slice_shapes) == 1:
         return sums
     return jnp.concatenate([sums, jnp.full_like(sums[..., :1], count)], -1)
 
 
-def output_sums(site: LayerUse, cotangent: Array, dtype: Any) -> Array:
+def output_sums(use: LayerUse, cotangent: Array, dtype: Any) -> Array:
     """The sum over the positions of each example of its cotangents."""
-    rows = _output_rows(site, cotangent.astype(dtype))
-    if isinstance(site, ConvolutionUse):
-        number = site.output.shape[site.dimension_numbers.out_spec[0]]
+    rows = _output_rows(use, cotangent.astype(dtype))
+    if isinstance(use, ConvolutionUse):
+        number = use.output.shape[use.dimension_numbers.out_spec[0]]
         return jnp.sum(rows.reshape(*rows.shape[:-2], number, -1, rows.shape[-1]), -2)
-    return jnp.sum(_examples_of_rows(site, rows), -2)
+    return jnp.sum(_examples_of_rows(use, rows), -2)
 
 
-def geometry_of(site: ConvolutionUse) -> ConvGeometry:
+def geometry_of(use: ConvolutionUse) -> ConvGeometry:
     """The geometry of a convolution."""
-    settings = site.convolution
+    settings = use.convolution
     numbers = settings["dimension_numbers"]
-    kernel = tuple(site.slice_shapes[0][axis] for axis in numbers.rhs_spec[2:])
+    kernel = tuple(use.slice_shapes[0][axis] for axis in numbers.rhs_spec[2:])
     return ConvGeometry.of(kernel, **settings)
 
 
-def _rows(site: LayerUse, x: Array) -> Array:
+def _rows(use: LayerUse, x: Array) -> Array:
     """Inputs as (*heads, positions, inputs)."""
-    heads, inputs, _ = matrix_shape(site)
-    inputs -= len(site.slice_shapes) - 1
+    heads, inputs, _ = matrix_shape(use)
+    inputs -= len(use.slice_shapes) - 1
     rows = x.reshape(-1, *heads, inputs)
     return jnp.moveaxis(rows, 0, -2)
 
 
-def _output_rows(site: LayerUse, cotangent: Array) -> Array:
+def _output_rows(use: LayerUse, cotangent: Array) -> Array:
     """Cotangents as (*heads, positions, outputs)."""
-    heads, _, outputs = matrix_shape(site)
-    if isinstance(site, ConvolutionUse):
-        out = site.dimension_numbers.out_spec
+    heads, _, outputs = matrix_shape(use)
+    if isinstance(use, ConvolutionUse):
+        out = use.dimension_numbers.out_spec
         cotangent = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))
     return jnp.moveaxis(cotangent.reshape(-1, *heads, outputs), 0, -2)
 
 
-def _examples_of_rows(site: LayerUse, rows: Array) -> Array:
+def _examples_of_rows(use: LayerUse, rows: Array) -> Array:
     """Rows as (*heads, examples, positions of each, features)."""
     *heads, _, features = rows.shape
-    if not site.is_arranged or site.num_examples is None:
-        return rows.reshape(*heads, site.num_counted, -1, features)
-    return site.split_examples(rows, len(heads))
+    if not use.is_arranged or use.num_examples is None:
+        return rows.reshape(*heads, use.num_counted, -1, features)
+    return use.split_examples(rows, len(heads))
 
 
 def _patch_sums(x: Array, geometry: ConvGeometry) -> Array:
@@ -222,19 +222,19 @@ def _bordered(side: Side, moment: Array, sums: Array | None, count: int) -> Arra
     return jnp.concatenate([above, below], -2)
 
 
-def _out_channels(site: ConvolutionUse) -> int:
-    return site.slice_shapes[0][site.dimension_numbers.rhs_spec[0]]
+def _out_channels(use: ConvolutionUse) -> int:
+    return use.slice_shapes[0][use.dimension_numbers.rhs_spec[0]]
 
 
-def _order(site: ConvolutionUse) -> tuple[int, ...]:
+def _order(use: ConvolutionUse) -> tuple[int, ...]:
     """The axes of a kernel, in the order of a patch: spatial ones, channels in, channels out."""
-    out, channels, *spatial = site.dimension_numbers.rhs_spec
+    out, channels, *spatial = use.dimension_numbers.rhs_spec
     return (*spatial, channels, out)
 
 
-def _kernel_axes(site: ConvolutionUse, ndim: int) -> tuple[int, ...]:
-    front = ndim - len(_order(site))
-    return tuple(front + axis for axis in _order(site))
+def _kernel_axes(use: ConvolutionUse, ndim: int) -> tuple[int, ...]:
+    front = ndim - len(_order(use))
+    return tuple(front + axis for axis in _order(use))
 
 
 WeightSharing = Literal["expand", "reduce"]
@@ -308,10 +308,10 @@ class TwoKroneckerFactored(CurvatureBlock):
                 f"{weight_sharing!r}."
             )
         self._weight_sharing = weight_sharing
-        first = self._equation.sites[0]
+        first = self._equation.uses[0]
         heads, inputs, outputs = matrix_shape(first)
         stack = (*first.stack, *heads)
-        indexed = {self._is_swapped(s) for s in self._equation.sites if isinstance(s, EmbeddingUse)}
+        indexed = {self._is_swapped(s) for s in self._equation.uses if isinstance(s, EmbeddingUse)}
         self._kronecker = Kronecker(
             _side(inputs, stack, inputs > max_factor_size or False in indexed),
             _side(outputs, stack, outputs > max_factor_size or True in indexed),
@@ -345,12 +345,12 @@ class TwoKroneckerFactored(CurvatureBlock):
             for name, side in sides.items()
             if side.size > self._max_factor_size
         ]
-        if self._weight_sharing == "reduce" and not self._reduces(self._equation.sites):
+        if self._weight_sharing == "reduce" and not self._reduces(self._equation.uses):
             found.append(
                 "which positions belong to one example is not known, or differs from place to "
                 "place, or examples are run by a loop: weight_sharing is 'expand'"
             )
-        interaction = self._equation.sites[0].examples.interaction
+        interaction = self._equation.uses[0].examples.interaction
         if interaction:
             found.append(f"{interaction}: gradients of different ones are taken to be independent")
         return tuple(found)
@@ -362,39 +362,39 @@ class TwoKroneckerFactored(CurvatureBlock):
 
     def as_matrices(self, vector: Sequence[Array]) -> Array:
         """Arrays like the parameters as what both factors act on, (..., inputs, outputs)."""
-        return matrix_of_params(self._equation.sites[0], vector)
+        return matrix_of_params(self._equation.uses[0], vector)
 
     def of_matrices(self, x: Array) -> tuple[Array, ...]:
         """What `as_matrices` made of arrays like the parameters, back."""
-        return tuple(params_of_matrix(self._equation.sites[0], x))
+        return tuple(params_of_matrix(self._equation.uses[0], x))
 
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         inputs, outputs, *rest = estimates
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
         del state
-        is_swapped, dtype = self._is_swapped(site), self.dtype
+        is_swapped, dtype = self._is_swapped(use), self.dtype
         inputs, outputs = self._sides(is_swapped)
-        if self._reduces(sites):
-            of_input = lambda x, _: input_sums(site, x[0], dtype)
-            of_output = lambda _, g: output_sums(site, g[0], dtype)
+        if self._reduces(uses):
+            of_input = lambda x, _: input_sums(use, x[0], dtype)
+            of_output = lambda _, g: output_sums(use, g[0], dtype)
         else:
-            of_input = lambda x, _: input_moment(site, inputs, x[0], dtype)
-            of_output = lambda _, g: output_moment(site, outputs, g[0], dtype)
+            of_input = lambda x, _: input_moment(use, inputs, x[0], dtype)
+            of_output = lambda _, g: output_moment(use, outputs, g[0], dtype)
         return {
             FactorKey("inputs", is_swapped): Statistic(of_input, "inputs"),
             FactorKey("outputs", is_swapped): Statistic(of_output, "cotangents"),
         }
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
         del state
         terms = Sums([], [])
-        for is_swapped in self._ways(sites):
+        for is_swapped in self._ways(uses):
             inputs = sums.of_inputs[FactorKey("inputs", is_swapped)]
             outputs = sums.of_cotangents[FactorKey("outputs", is_swapped)]
-            if self._reduces(sites):
+            if self._reduces(uses):
                 sides = self._sides(is_swapped)
                 inputs, outputs = sides[0].of_rows(inputs), sides[1].of_rows(outputs)
             terms.of_inputs.append(inputs)
@@ -402,13 +402,13 @@ class TwoKroneckerFactored(CurvatureBlock):
         return terms
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         pairs = []
-        for is_swapped, inputs, outputs in zip(self._ways(sites), *terms, strict=True):
-            own = [site for site in sites if self._is_swapped(site) == is_swapped]
+        for is_swapped, inputs, outputs in zip(self._ways(uses), *terms, strict=True):
+            own = [use for use in uses if self._is_swapped(use) == is_swapped]
             rows = sum(map(num_rows, own))
-            if self._reduces(sites):
+            if self._reduces(uses):
                 # Of each example, the mean over its positions.
                 rows *= rows / own[0].num_counted
             pair = inputs / max(rows, 1), outputs / (batch_size * self.num_averaged_positions)
@@ -470,27 +470,27 @@ class TwoKroneckerFactored(CurvatureBlock):
     def _values(self, state: Any) -> tuple[Array, Array]:
         return state.inputs_factor.value, state.outputs_factor.value
 
-    def _reduces(self, sites: Sequence[LayerUse]) -> bool:
+    def _reduces(self, uses: Sequence[LayerUse]) -> bool:
         """Whether sums over the positions of each example are taken first."""
-        counts = {(site.num_examples, site.examples.first) for site in sites}
-        is_known = len(counts) == 1 and not any(site.examples.unknown for site in sites)
-        in_loop = any(any(site.example_loops) for site in sites)
+        counts = {(use.num_examples, use.examples.first) for use in uses}
+        is_known = len(counts) == 1 and not any(use.examples.unknown for use in uses)
+        in_loop = any(any(use.example_loops) for use in uses)
         return self._weight_sharing == "reduce" and is_known and not in_loop
 
-    def needs_examples(self, sites: Sequence[LayerUse]) -> bool:
-        return self._reduces(sites)
+    def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
+        return self._reduces(uses)
 
-    def _is_swapped(self, site: LayerUse) -> bool:
+    def _is_swapped(self, use: LayerUse) -> bool:
         """Whether the weights are used the other way round than at the first place."""
-        first = self._equation.sites[0]
-        return not site.is_conv and site.params[0].arrangement != first.params[0].arrangement
+        first = self._equation.uses[0]
+        return not use.is_conv and use.params[0].arrangement != first.params[0].arrangement
 
-    def _ways(self, sites: Sequence[LayerUse]) -> list[bool]:
+    def _ways(self, uses: Sequence[LayerUse]) -> list[bool]:
         """Which ways round weights are used: whether swapped, as `_is_swapped` says."""
-        return list(dict.fromkeys(map(self._is_swapped, sites)))
+        return list(dict.fromkeys(map(self._is_swapped, uses)))
 
-    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
-        return len(self._ways(sites)) <= 1
+    def has_linear_estimates(self, uses: Sequence[LayerUse]) -> bool:
+        return len(self._ways(uses)) <= 1
 
     def _sides(self, is_swapped: bool) -> tuple[Side, Side]:
         """The sides that inputs and outputs have where weights are used one way round."""
@@ -628,25 +628,25 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
     def num_locations(self) -> int:
         """The number of positions in an image that the kernel is applied at, at all places."""
         count = 0
-        for site in self._equation.sites:
+        for use in self._equation.uses:
             spatial = self._numbers.out_spec[2:]
-            count += math.prod(site.output.shape[axis] for axis in spatial) * site.repeats
+            count += math.prod(use.output.shape[axis] for axis in spatial) * use.repeats
         return count
 
     @property
     def num_inputs_channels(self) -> int:
         """The number of channels of the inputs."""
-        return self._equation.sites[0].input.shape[self.inputs_channel_index]
+        return self._equation.uses[0].input.shape[self.inputs_channel_index]
 
     @property
     def num_outputs_channels(self) -> int:
         """The number of channels of the outputs."""
-        heads, _, outputs = matrix_shape(self._equation.sites[0])
+        heads, _, outputs = matrix_shape(self._equation.uses[0])
         return math.prod(heads) * outputs
 
     @property
     def _first(self) -> ConvolutionUse:
-        first = self._equation.sites[0]
+        first = self._equation.uses[0]
         assert isinstance(first, ConvolutionUse)
         return first
 

@@ -34,18 +34,18 @@ class ScaledIdentity(CurvatureBlock):
     def fixed_scale(self) -> ArrayLike:
         return self._scale
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
-        del site, sites, state
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+        del use, uses, state
         return {}
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
-        del sums, sites, state
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+        del sums, uses, state
         return Sums()
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        del terms, sites, batch_size
+        del terms, uses, batch_size
         return ()
 
     def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:

@@ -19,13 +19,13 @@ from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
     CurvatureBlock,
+    LayerEquation,
     MatrixPower,
     Powers,
     Refresh,
     Statistics,
 )
 from curvax.curvature.blocks.diagonal import ScaleAndShiftDiagonal
-from curvax.curvature.blocks.layer import LayerEquation
 from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
@@ -56,11 +56,11 @@ class SlicedParams(CurvatureBlock):
         self, layer_tag_eq: Any, name: str, block_ctor: Callable[[Any, str], CurvatureBlock]
     ) -> None:
         super().__init__(layer_tag_eq, name)
-        self._cuts = list(dict.fromkeys(site.cuts for site in self._equation.sites))
+        self._cuts = list(dict.fromkeys(use.cuts for use in self._equation.uses))
         parts: list[CurvatureBlock] = []
         for number, cuts in enumerate(self._cuts):
             equation = self._equation_of(cuts)
-            is_elementwise = equation.sites[0].kind == "scale_and_shift_tag"
+            is_elementwise = equation.uses[0].kind == "scale_and_shift_tag"
             ctor = _DIAGONAL if is_elementwise else block_ctor
             parts.append(ctor(equation, f"{name}, part {number}"))
         self.parts = tuple(parts)
@@ -92,15 +92,15 @@ class SlicedParams(CurvatureBlock):
             remarks.append("parts that only scale or shift have a diagonal block")
         return tuple(dict.fromkeys(remarks))
 
-    def statistics(self, site: LayerUse, sites: Sequence[LayerUse], state: Any) -> Statistics:
-        number = self._cuts.index(site.cuts)
-        part, own = self.parts[number], self._sites_of_parts(sites)[number]
-        index = [other for other in sites if other.cuts == site.cuts].index(site)
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+        number = self._cuts.index(use.cuts)
+        part, own = self.parts[number], self._uses_of_parts(uses)[number]
+        index = [other for other in uses if other.cuts == use.cuts].index(use)
         found = part.statistics(own[index], own, state.parts[number])
         return {(number, key): statistic for key, statistic in found.items()}
 
-    def terms(self, sums: Sums, sites: Sequence[LayerUse], state: Any) -> Sums:
-        each = zip(self.parts, self._sites_of_parts(sites), state.parts, strict=True)
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+        each = zip(self.parts, self._uses_of_parts(uses), state.parts, strict=True)
         found = [
             part.terms(Sums(*(_of_part(x, number) for x in sums)), own_sites, own)
             for number, (part, own_sites, own) in enumerate(each)
@@ -108,14 +108,14 @@ class SlicedParams(CurvatureBlock):
         return Sums(*zip(*found, strict=True))
 
     def estimate(
-        self, terms: Sums, sites: Sequence[LayerUse], batch_size: ArrayLike
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        each = zip(self.parts, self._sites_of_parts(sites), zip(*terms, strict=True), strict=True)
+        each = zip(self.parts, self._uses_of_parts(uses), zip(*terms, strict=True), strict=True)
         found = [part.estimate(Sums(*own), own_sites, batch_size) for part, own_sites, own in each]
         return [estimate for of_part in found for estimate in of_part]
 
-    def has_linear_estimates(self, sites: Sequence[LayerUse]) -> bool:
-        pairs = zip(self.parts, self._sites_of_parts(sites), strict=True)
+    def has_linear_estimates(self, uses: Sequence[LayerUse]) -> bool:
+        pairs = zip(self.parts, self._uses_of_parts(uses), strict=True)
         return all(part.has_linear_estimates(own) for part, own in pairs)
 
     def init(
@@ -167,12 +167,12 @@ class SlicedParams(CurvatureBlock):
         return jnp.concatenate([*values, jnp.zeros((missing,), self.dtype)])
 
     def _equation_of(self, cuts: Any) -> LayerEquation:
-        sites = [site.of_part() for site in self._equation.sites if site.cuts == cuts]
-        return replace(self._equation, sites=tuple(sites))
+        uses = [use.of_part() for use in self._equation.uses if use.cuts == cuts]
+        return replace(self._equation, uses=tuple(uses))
 
-    def _sites_of_parts(self, sites: Sequence[LayerUse]) -> list[list[LayerUse]]:
+    def _uses_of_parts(self, uses: Sequence[LayerUse]) -> list[list[LayerUse]]:
         """For each part its places, as its block sees them."""
-        return [[site.of_part() for site in sites if site.cuts == cuts] for cuts in self._cuts]
+        return [[use.of_part() for use in uses if use.cuts == cuts] for cuts in self._cuts]
 
 
 def _of_part(sums: Mapping[tuple[int, Hashable], PyTree], number: int) -> dict[Hashable, PyTree]:

@@ -20,8 +20,17 @@ from curvax.layers.detection.axes import Arrangement, Axes
 from curvax.layers.detection.examples import Examples, LocatedExamples
 from curvax.layers.detection.layers import FoundLayer, Tagged, TaggedUse, checked_params
 from curvax.layers.detection.lifting import Lifting, run_lifted
-from curvax.layers.detection.program import Node, Operand, Program, Variable, trace_program
-from curvax.layers.detection.replay import Collected, Given, Values, loop_lengths
+from curvax.layers.detection.program import (
+    Collected,
+    Given,
+    Node,
+    Operand,
+    Program,
+    Values,
+    Variable,
+    loop_lengths,
+    trace_program,
+)
 from curvax.layers.detection.sites import ParamView, Site
 from curvax.layers.detection.uses import Interpreter, find_uses
 from curvax.layers.patterns import Match

@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from curvax import _jax
-from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
-from curvax.layers.detection.program import Node
-from curvax.layers.detection.replay import Collected, Given, stack_shape
-from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_dependants
-from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
+from curvax.layers.detection.program import Collected, Given, Node, stack_shape
+from curvax.layers.tracing.loss_map import (
+    AtLosses,
+    Losses,
+    LossMap,
+    LossTangents,
+    TracedFunction,
+    check_devices,
+    like_dependants,
+)
 
 LayerData = dict[str, Any]
 
@@ -136,26 +141,6 @@ def _no_changes(at: LossMap) -> dict[Any, Array]:
                 kind = node.equation.outvars[number].aval
                 changes[node, number] = _jax.varying_like(zeros, kind)
     return changes
-
-
-def check_devices(at: LossMap) -> None:
-    """With examples on several devices of a `shard_map`, layers put out something else on each.
-
-    Otherwise JAX sums the cotangents of different examples, before they get to the layer.
-    """
-    kinds = lambda node: [x.aval for x in node.equation.outvars]
-    axes = _jax.varying_axes(*(kind for loss in at.processed.losses for kind in kinds(loss)))
-    for layer in at.processed.layers:
-        for node in () if layer.is_generic else layer.nodes:
-            missing = sorted(map(str, axes - _jax.varying_axes(*kinds(node))))
-            if missing:
-                raise ValueError(
-                    f"{where()}: inside of shard_map, the losses differ between the devices along "
-                    f"{', '.join(missing)}, but {node.name} of the parameters {layer.params} gives "
-                    f"the same on all of them, so that its cotangents would be summed over "
-                    f"different examples. Say of its input, such as the first state of a loop, "
-                    f"that it varies: jax.lax.pcast(x, {tuple(missing)}, to='varying')."
-                )
 
 
 def _layer_data(

@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from curvax import _jax
 from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
-from curvax.layers.tracing.loss_map import LossMap, TracedFunction
+from curvax.layers.tracing.loss_map import (
+    Losses,
+    LossMap,
+    LossTangents,
+    TracedFunction,
+    like_dependants,
+)
 
-Losses = tuple[Any, ...]
-LossTangents = Sequence[Sequence[Array]]
 PushForward = Callable[[PyTree], tuple[tuple[Array, ...], ...]]
 """From tangents of the parameters to those of what each loss depends on."""
 PullBack = Callable[[LossTangents], PyTree]
@@ -158,20 +161,6 @@ def _like_params(at: LossMap, tangents: PyTree) -> list[Array]:
 def _cast(tangent: Any, param: Any) -> Array:
     dtype = jnp.result_type(param)
     return jnp.asarray(tangent, dtype) if jnp.issubdtype(dtype, jnp.inexact) else tangent
-
-
-def like_dependants(tangents: LossTangents, dependants: Sequence[Any]) -> list[tuple[Array, ...]]:
-    """Cotangents as the user gave them, checked; those of each device's own are its own, too."""
-    given = [tuple(map(jnp.shape, each)) for each in tangents]
-    expected = [tuple(x.shape for x in each) for each in dependants]
-    if given != expected:
-        raise ValueError(
-            f"{where()}: for each loss there is one array for each of its parameter_dependants, of "
-            f"the shapes {expected}, got {given}."
-        )
-    pairs = zip(tangents, dependants, strict=True)
-    alike = lambda each, like: zip(map(jnp.asarray, each), like, strict=True)
-    return [tuple(_jax.varying_like(x, y) for x, y in alike(*pair)) for pair in pairs]
 
 
 # Derivatives of what the losses of a function depend on, by its parameters.

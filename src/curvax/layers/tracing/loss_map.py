@@ -12,8 +12,16 @@ from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.layers.detection.axes import REARRANGED
 from curvax.layers.detection.layers import Layer, TaggedUse, layers_of_tags
-from curvax.layers.detection.program import Node, Program, read
-from curvax.layers.detection.replay import Collected, Given, Values, run, stack_shape
+from curvax.layers.detection.program import (
+    Collected,
+    Given,
+    Node,
+    Program,
+    Values,
+    read,
+    run,
+    stack_shape,
+)
 from curvax.layers.detection.tagging import is_layer, is_loss, tagged_uses
 from curvax.layers.registration import (
     RegistrationError,
@@ -22,6 +30,11 @@ from curvax.layers.registration import (
     check_tags,
 )
 from curvax.losses.tag import LossTag
+
+Losses = tuple[Any, ...]
+LossTangents = Sequence[Sequence[Array]]
+"""For each loss, tangents or cotangents of what depends on parameters."""
+
 
 # From the operands of a loss tag to the loss.
 #
@@ -405,3 +418,37 @@ class AtLosses:
     ) -> tuple[list[Any], Collected]:
         """As `visit`, for a layer."""
         raise NotImplementedError
+
+
+def like_dependants(tangents: LossTangents, dependants: Sequence[Any]) -> list[tuple[Array, ...]]:
+    """Cotangents as the user gave them, checked; those of each device's own are its own, too."""
+    given = [tuple(map(jnp.shape, each)) for each in tangents]
+    expected = [tuple(x.shape for x in each) for each in dependants]
+    if given != expected:
+        raise ValueError(
+            f"{where()}: for each loss there is one array for each of its parameter_dependants, of "
+            f"the shapes {expected}, got {given}."
+        )
+    pairs = zip(tangents, dependants, strict=True)
+    alike = lambda each, like: zip(map(jnp.asarray, each), like, strict=True)
+    return [tuple(_jax.varying_like(x, y) for x, y in alike(*pair)) for pair in pairs]
+
+
+def check_devices(at: LossMap) -> None:
+    """With examples on several devices of a `shard_map`, layers put out something else on each.
+
+    Otherwise JAX sums the cotangents of different examples, before they get to the layer.
+    """
+    kinds = lambda node: [x.aval for x in node.equation.outvars]
+    axes = _jax.varying_axes(*(kind for loss in at.processed.losses for kind in kinds(loss)))
+    for layer in at.processed.layers:
+        for node in () if layer.is_generic else layer.nodes:
+            missing = sorted(map(str, axes - _jax.varying_axes(*kinds(node))))
+            if missing:
+                raise ValueError(
+                    f"{where()}: inside of shard_map, the losses differ between the devices along "
+                    f"{', '.join(missing)}, but {node.name} of the parameters {layer.params} gives "
+                    f"the same on all of them, so that its cotangents would be summed over "
+                    f"different examples. Say of its input, such as the first state of a loop, "
+                    f"that it varies: jax.lax.pcast(x, {tuple(missing)}, to='varying')."
+                )

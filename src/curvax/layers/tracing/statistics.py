@@ -17,11 +17,16 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.detection.layers import Layer, TaggedUse
-from curvax.layers.detection.program import Node
-from curvax.layers.detection.replay import Collected, Given, loops_around
-from curvax.layers.tracing.layer_inputs import check_devices
-from curvax.layers.tracing.loss_derivatives import Losses, LossTangents, like_dependants
-from curvax.layers.tracing.loss_map import AtLosses, LossMap, TracedFunction
+from curvax.layers.detection.program import Collected, Given, Node, loops_around
+from curvax.layers.tracing.loss_map import (
+    AtLosses,
+    Losses,
+    LossMap,
+    LossTangents,
+    TracedFunction,
+    check_devices,
+    like_dependants,
+)
 
 # A probe: does nothing to a layer's outputs, and computes statistics when it is differentiated.
 #
