@@ -86,13 +86,13 @@ class Passes:
         )
         layers, moments = 0, 0
         for block, own in zip(estimator.blocks or (), state.blocks_states, strict=True):
-            for site in block.sites:
-                params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in site.slice_shapes]
-                steps = math.prod(site.lengths)
-                layers += steps * flops(site.compute, site.input, params)
-                for statistic in block.statistics(site, block.sites, own).values():
+            for use in block.uses:
+                params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in use.slice_shapes]
+                steps = math.prod(use.lengths)
+                layers += steps * flops(use.compute, use.input, params)
+                for statistic in block.statistics(use, block.uses, own).values():
                     of_rows = lambda x, g, s=statistic: s.compute((x,), (g,))
-                    moments += steps * flops(of_rows, site.input, site.output)
+                    moments += steps * flops(of_rows, use.input, use.output)
         forward = flops(model.loss, model.params, batch)
         gradient = flops(jax.grad(model.loss), model.params, batch)
         # The gradient of a layer's parameters is as much work as the layer.

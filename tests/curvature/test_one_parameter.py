@@ -321,7 +321,7 @@ def test_whether_estimates_are_linear_is_asked_of_the_parts(is_tied):
 
     estimator, _, _ = estimated(apply, {"w": normal(1, 8)}, X)
     (block,) = estimator.indices_to_block_map.values()
-    assert block.has_linear_estimates(block._equation.sites) != is_tied
+    assert block.has_linear_estimates(block.uses) != is_tied
 
 
 def test_least_squares_with_the_bias_in_the_last_row_converges():
