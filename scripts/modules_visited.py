@@ -1,4 +1,4 @@
-"""Print which modules of curvax one call of `hessian` and one `Optimizer.step` pass through.
+"""Print which modules of curvax its headline calls pass through.
 
     python scripts/modules_visited.py [-v]
 
@@ -72,6 +72,17 @@ def main(verbose: bool) -> None:
         visited(lambda: curvax.hessian(plain, params, memory_budget="1MB")),
         verbose,
     )
+    show(
+        "explain_registration",
+        visited(lambda: curvax.explain_registration(loss, (params, (x, y)))),
+        verbose,
+    )
+    estimator = curvax.BlockDiagonalCurvature(loss)
+    own = estimator.init(keys[3], (params, (x, y)), None, None)
+    update = lambda: estimator.update_curvature_matrix_estimate(
+        own, 0.0, 1.0, len(x), keys[3], (params, (x, y)), None
+    )
+    show("BlockDiagonalCurvature.update…", visited(update), verbose)
     optimizer = curvax.Optimizer(
         jax.value_and_grad(loss), l2_reg=0.0, num_burnin_steps=0, donate_buffers=False
     )

@@ -29,7 +29,7 @@ from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
 from curvax.curvature.blocks.data import data_of_uses, sums_of_data
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
-from curvax.curvature.linalg.tasks import run_matrix_tasks
+from curvax.curvature.linalg.tasks import MatrixTask, run_matrix_tasks
 from curvax.layers.detection.layers import Layer
 from curvax.layers.detection.tagging import use_of_equation
 from curvax.layers.tracing.statistics import Statistic, Sums
@@ -362,9 +362,16 @@ class CurvatureBlock(abc.ABC):
         del rng
         state = self.State(cache={}, **self._initial_fields())
         options = (1.0, exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues)
+
+        def cache() -> Any:
+            wanted = self.refresh(*options)
+            zeros = lambda task: task.zeros() if isinstance(task, MatrixTask) else task
+            results = jax.tree.map(zeros, self.cache_requests(state, wanted))
+            return self.with_cache(state, results, wanted).cache
+
         # The cache that an update makes, with zeros in it.
-        shapes = jax.eval_shape(lambda: CurvatureBlock.update_cache(self, state, *options).cache)
-        return replace(state, cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cache))
+        return replace(state, cache=empty)
 
     def multiply_matpower(
         self,

@@ -43,6 +43,10 @@ class MatrixTask(abc.ABC):
     def alone(self) -> Any:
         """Compute the result at once."""
 
+    @abc.abstractmethod
+    def zeros(self) -> Any:
+        """Return zeros like the result."""
+
     @property
     @abc.abstractmethod
     def kind(self) -> Any:
@@ -72,6 +76,9 @@ class Power(MatrixTask):
 
     def alone(self) -> Array:
         return psd_power(self.matrix, self.identity_weight, self.power, self.scale)
+
+    def zeros(self) -> Array:
+        return jnp.zeros_like(self.matrix)
 
     @property
     def kind(self) -> Any:
@@ -106,6 +113,9 @@ class Eigenvectors(MatrixTask):
 
     def alone(self) -> tuple[Array, Array]:
         return psd_eigh(self.matrix)
+
+    def zeros(self) -> tuple[Array, Array]:
+        return jnp.zeros_like(self.matrix[..., 0]), jnp.zeros_like(self.matrix)
 
     @property
     def kind(self) -> Any:
