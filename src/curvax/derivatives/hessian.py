@@ -16,7 +16,6 @@ from curvax import _jax, _slicing
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
-    ADVICE_WITH_DISK,
     Options,
     Point,
     TracedFunction,
@@ -136,17 +135,9 @@ def hessian(
         Array([[ 802., -400.],
                [-400.,  200.]], dtype=float32)
     """
+    to_disk = out is not None
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
-        to_disk=out is not None,
-        advice=ADVICE_WITH_DISK,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated, to_disk
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, has_aux, options)
@@ -268,14 +259,7 @@ def hessian_diagonal(
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, False, options)
@@ -371,14 +355,7 @@ def hessian_blocks(
                [4., 0.]], dtype=float32)
     """
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, False, options)
