@@ -124,7 +124,7 @@ def check_refused():
     refused(r"made without shard_state.* optimizer.split_state\(state\)", split, other)
     refused(r"sharded over 8 devices.* optimizer.whole_state\(state\)", whole, kept)
     for count in (1, 2, 4):
-        words = rf"split among 8 devices, but here are {count}.* optimizer.split_state\(state\)"
+        words = rf"sharded over 8 devices, but here are {count}.* optimizer.split_state\(state\)"
         refused(words, deep_optimizer(count)[0], kept)
     with pytest.raises(ValueError, match="split_state is for shard_state=True"):
         whole.split_state(other)

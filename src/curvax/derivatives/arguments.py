@@ -54,7 +54,6 @@ class Options:
 
 
 def check_options(
-    *,
     nbatches: Any,
     batch_size: Any,
     memory_budget: Budget | None,
@@ -63,10 +62,12 @@ def check_options(
     mesh: Any,
     axis: Any,
     replicated: bool = False,
-    to_disk: bool = False,
-    advice: str = ADVICE,
+    to_disk: bool | None = None,
 ) -> Options:
-    """Check the options that do not depend on the point."""
+    """Check the options that do not depend on the point.
+
+    `to_disk` is None for a function that cannot write to disk.
+    """
     along = MeshAxis.of(mesh, axis, replicated)
     if replicated and to_disk:
         raise ValueError(
@@ -87,7 +88,7 @@ def check_options(
         memory_budget,
         {"nbatches": None if number == 1 else number, "batch_size": size},
         objective=objective,
-        advice=advice,
+        advice=ADVICE if to_disk is None else ADVICE_WITH_DISK,
         is_multi_process=along is not None and along.is_multi_process,
     )
     if budget is not None and not jit:
@@ -100,7 +101,7 @@ def check_options(
             f"{where()}: what runs on a mesh is a compiled program; mesh= does not go with "
             "jit=False."
         )
-    return Options(number, size, budget, jit, along, replicated, to_disk)
+    return Options(number, size, budget, jit, along, replicated, bool(to_disk))
 
 
 def check_block_size(

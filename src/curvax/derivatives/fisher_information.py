@@ -88,15 +88,7 @@ def fisher_information(
         Array([[1., 0.],
                [0., 1.]], dtype=float32)
     """
-    options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-    )
+    options = check_options(nbatches, batch_size, memory_budget, objective, jit, mesh, axis)
     point, x = Point.of(x), jax.tree.map(jnp.asarray, x)
     num_examples = _num_examples(data)
     if options.axis is not None:

@@ -105,14 +105,7 @@ def gauss_newton(
                [5., 9.]], dtype=float32)
     """
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated
     )
     point, x = check_point(x, options)
     traced = trace_function(f, (x,), options)

@@ -16,7 +16,6 @@ from curvax import _jax, _slicing
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
-    ADVICE_WITH_DISK,
     Options,
     Point,
     TracedFunction,
@@ -136,17 +135,9 @@ def hessian(
         Array([[ 802., -400.],
                [-400.,  200.]], dtype=float32)
     """
+    to_disk = out is not None
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
-        to_disk=out is not None,
-        advice=ADVICE_WITH_DISK,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated, to_disk
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, has_aux, options)
@@ -268,14 +259,7 @@ def hessian_diagonal(
         {'a': Array([12., 12.], dtype=float32), 'b': Array(0., dtype=float32)}
     """
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, False, options)
@@ -371,14 +355,7 @@ def hessian_blocks(
                [4., 0.]], dtype=float32)
     """
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated
     )
     point, x = check_point(x, options)
     traced = _trace_scalar(f, x, False, options)
@@ -595,33 +572,27 @@ class _Mirrored:
 def dependents(program: Any) -> Sequence[int]:
     """Return how many of the numbers that a program computes depend on each of its inputs."""
     count = np.zeros(len(program.jaxpr.invars), np.int64)
-    _count_dependents(program, list(np.eye(len(count), dtype=bool)), count)
+    _count_dependents(program.jaxpr, list(np.eye(len(count), dtype=bool)), count)
     return count.tolist()
 
 
-def _count_dependents(program: Any, inputs: Sequence[Any], count: Any) -> list[Any]:
+def _count_dependents(jaxpr: Any, inputs: Sequence[Any], count: Any) -> list[Any]:
     """Add what depends on each input to `count`; return which inputs each output depends on."""
-    jaxpr, _ = _jax.as_program(program) or (program, ())
     none = np.zeros(len(count), bool)
     depends = dict(zip(jaxpr.invars, inputs, strict=True))
     known = lambda atoms: [none if _jax.is_literal(a) else depends.get(a, none) for a in atoms]
     for eqn in jaxpr.eqns:
         read = known(eqn.invars)
-        called = [p for p in _jax.parameters(eqn).values() if _jax.as_program(p) is not None]
-        programs = [p for p in called if len(_inputs(p)) == len(read)]
-        if len(called) == 1 and programs:
-            written = _count_dependents(programs[0], read, count)
+        programs = map(_jax.as_program, _jax.parameters(eqn).values())
+        called = [program[0] for program in programs if program is not None]
+        if len(called) == 1 and len(called[0].invars) == len(read):
+            written = _count_dependents(called[0], read, count)
         else:
             of_any = np.any(read, axis=0) if read else none
             count += of_any * sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
             written = [of_any] * len(eqn.outvars)
         depends.update(zip(eqn.outvars, written, strict=True))
     return known(jaxpr.outvars)
-
-
-def _inputs(program: Any) -> Sequence[Any]:
-    jaxpr, _ = _jax.as_program(program) or (program, ())
-    return jaxpr.invars
 
 
 def group_leaves(sizes: Sequence[int], weights: Sequence[int], most: int) -> list[range]:

@@ -13,7 +13,6 @@ from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
-    ADVICE_WITH_DISK,
     Point,
     TracedFunction,
     check_block_size,
@@ -135,17 +134,9 @@ def jacobian(
     """
     if mode not in get_args(Mode):
         raise ValueError(f"{where()}: mode must be one of {get_args(Mode)}, got {mode!r}.")
+    to_disk = out is not None
     options = check_options(
-        nbatches=nbatches,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        objective=objective,
-        jit=jit,
-        mesh=mesh,
-        axis=axis,
-        replicated=replicated,
-        to_disk=out is not None,
-        advice=ADVICE_WITH_DISK,
+        nbatches, batch_size, memory_budget, objective, jit, mesh, axis, replicated, to_disk
     )
     point, x = check_point(x, options)
     traced = trace_function(f, (x,), options)

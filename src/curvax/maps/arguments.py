@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvax._errors import where
+from curvax._errors import as_integer, where
 from curvax._tree import broadcast_prefix, leaf_name
 from curvax._types import Array, Axes, Fun, PyTree, TreeDef
 
@@ -116,14 +116,9 @@ def batched_arguments(
 
 def normal_axis(axis: Any, ndim: int, what: str) -> int:
     """`axis` counted from the front, for an array with `ndim` axes that errors call `what`."""
-    if isinstance(axis, bool):
+    number = as_integer(axis)
+    if number is None:
         raise TypeError(f"{where()}: the axis of {what} must be an integer or None, got {axis!r}.")
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        raise TypeError(
-            f"{where()}: the axis of {what} must be an integer or None, got {axis!r}."
-        ) from None
     if not -ndim <= number < ndim:
         raise ValueError(f"{where()}: axis {number} is out of range for {what} with {ndim} axes.")
     return number % ndim
@@ -148,7 +143,7 @@ def _batch(
     mapped = [i for i, axis in enumerate(axes) if axis is not None]
     arrays = tuple(_array(leaves[i], names[i]) for i in mapped)
     for i, array in zip(mapped, arrays, strict=True):
-        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} {_shape(array)}")
+        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} of shape {array.shape}")
     lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(mapped, arrays, strict=True)]
     return Batch(
         arrays=arrays,
@@ -200,10 +195,6 @@ def _common_length(lengths: Sequence[tuple[str, int]]) -> int:
             f"but {listed}."
         )
     return lengths[0][1]
-
-
-def _shape(array: Array) -> str:
-    return f"of shape {array.shape}"
 
 
 def _positions(fun: Fun) -> list[inspect.Parameter]:

@@ -219,7 +219,7 @@ def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
     if _jax.is_jitted(fun):
         return _of_jitted(fun, args, kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
     def call(*given: Any) -> Any:
         filled = list(leaves)
@@ -241,10 +241,6 @@ def _of_jitted(fun: Any, args: Any, kwargs: Any) -> MemoryUsage:
     shapes = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in infos]
     program = Program.of(_jax.as_function(traced.jaxpr), shapes, donated)
     return program.compile().usage
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, _ARRAYS)
 
 
 # What library calls of a program compiled for CPUs allocate, besides what its compiler accounts
@@ -279,7 +275,8 @@ def library_scratch(compiled: Any, platform: str) -> int:
     """
     if platform != "cpu":
         return 0
-    most = max(map(_scratch, _calls(compiled.as_text())), default=0)
+    calls = _calls(compiled.as_text())
+    most = max((_FORMULAS[call.name](call) for call in calls), default=0)
     return most if most >= NEGLIGIBLE else 0
 
 
@@ -340,10 +337,6 @@ def _calls(text: str) -> Iterator[_Call]:
         known = [x for x in given if x is not None]
         if name in shapes and len(known) == len(given):
             yield _Call(operation, shapes[name], known, rest, kind is not None)
-
-
-def _scratch(call: _Call) -> int:
-    return _FORMULAS[call.name](call)
 
 
 def _dot(call: _Call) -> int:
