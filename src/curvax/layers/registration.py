@@ -16,7 +16,7 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._jax import Tag
 from curvax._types import Array, Fun, PyTree, TreeDef
-from curvax.layers.detection.examples import Examples, LocatedExamples, find_examples
+from curvax.layers.detection.examples import Examples, find_examples
 from curvax.layers.detection.layers import FoundLayer, build_layers
 from curvax.layers.detection.lifting import Lifting
 from curvax.layers.detection.program import (
@@ -29,7 +29,13 @@ from curvax.layers.detection.program import (
     read,
     run,
 )
-from curvax.layers.detection.tagging import TagSites, described, is_loss, tag_generic
+from curvax.layers.detection.tagging import (
+    LocatedExamples,
+    TagSites,
+    described,
+    is_loss,
+    tag_generic,
+)
 from curvax.layers.detection.uses import find_uses
 from curvax.layers.patterns import (
     DEFAULT_GRAPH_PATTERNS,

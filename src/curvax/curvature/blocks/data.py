@@ -146,7 +146,7 @@ def data_of_uses(
         found = _of_whole(block, _arrays(data), expected, size)
     elif len(data["sites"]) != len(expected):
         raise _contradiction(
-            block, f"it has data of {len(data['uses'])} sites, the layer has {len(expected)}"
+            block, f"it has data of {len(data['sites'])} sites, the layer has {len(expected)}"
         )
     else:
         each = zip(expected, map(_arrays, data["sites"]), strict=True)

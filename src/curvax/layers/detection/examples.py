@@ -2,8 +2,8 @@
 
 The examples are the rows of the losses. It is assumed that arrays with an axis of as many elements
 have one of these for each example, and the examples are followed from there through the program:
-a rule for each primitive (`example_rules.py`) says which axes of its outputs they are along. An
-assumption is right if they arrive at the losses along the rows of these; otherwise some of the
+a rule for each primitive (`RULES`) says which axes of its outputs they are along. An assumption is
+right if they arrive at the losses along the rows of these; otherwise some of the
 arrays are taken not to be about examples, and the rest is tried again. Which arrays are a batch by
 name or by intention does not matter: what is verified is that each row of a loss depends on one
 example alone.
@@ -13,10 +13,9 @@ a mean over a batch of data is a constant, and integers are.
 """
 
 import copy
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,20 +23,422 @@ import jax.numpy as jnp
 import numpy as np
 
 from curvax import _jax, _slicing
-from curvax.layers.detection.axes import Arrangement, Atom, refined
-from curvax.layers.detection.example_rules import (
-    INTERACT,
-    NOT_FOLLOWED,
-    RULES,
-    Found,
-    Rows,
-    no_examples,
-)
+from curvax.layers.detection.axes import REARRANGED, Atom, Axes, Dims
 from curvax.layers.detection.program import Constant, Node, Operand, Program, Variable
-from curvax.layers.detection.sites import Site
 from curvax.layers.tags import LayerTag
-from curvax.layers.use import ExamplesAt
+from curvax.layers.use import INTERACT, NOT_FOLLOWED
 from curvax.losses.tag import LossTag
+
+# What operations do to the examples of their operands.
+#
+# `Rows` says which examples a value is about, and along which of its axes they are. The rules, one
+# for each operation, say what follows for its outputs. What they promise is what exact curvature
+# needs: an element of an output that is about one example is computed from nothing that is about
+# another one, so that derivatives with respect to one example's elements stay with it. An operation
+# without a rule is not followed.
+
+
+_EXAMPLE = 0
+"""The origin of the atoms that count examples; all other atoms have none."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which examples a value is about, and where they are.
+
+    Attributes:
+        total: how many examples there are.
+        start: the first of those that the value is about.
+        dims: the atoms of each axis. Those with an origin are digits of the number of an example,
+            counted from `start`.
+        loops: the loops around, by number, each step of which is about other examples, with the
+            atoms that their steps stand for.
+    """
+
+    total: int
+    start: int
+    dims: Dims
+    loops: tuple[tuple[int, tuple[Atom, ...]], ...] = ()
+
+    @classmethod
+    def along(cls, axes: Sequence[int], shape: Sequence[int]) -> "Rows":
+        """All examples, along axes of an array of that shape, the first of which is major."""
+        dims, stride = [*no_examples(shape)], 1
+        for axis in reversed(axes):
+            dims[axis] = (Atom(_EXAMPLE, stride, shape[axis]),) if shape[axis] > 1 else ()
+            stride *= shape[axis]
+        return cls(stride, 0, tuple(dims))
+
+    @property
+    def count(self) -> int:
+        """How many examples it is about."""
+        taken = [atom for _, atoms in self.loops for atom in atoms]
+        inside = [atom for dim in self.dims for atom in dim if atom.origin is not None]
+        return math.prod(atom.size for atom in (*taken, *inside))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its examples are in order along loops, outermost first, and then in a step."""
+        taken = [atom for _, atoms in self.loops for atom in atoms]
+        inside = [atom for dim in self.dims for atom in dim if atom.origin is not None]
+        inside.sort(key=lambda atom: -atom.stride)
+        return _tidy([*taken, *inside]) in ((), (Atom(_EXAMPLE, 1, self.count),))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes along which there are examples."""
+        return tuple(axis for axis in range(len(self.dims)) if self.has_examples(axis))
+
+    def has_examples(self, axis: int) -> bool:
+        """Whether there are examples along an axis, perhaps merged with something else."""
+        return any(atom.origin is not None for atom in self.dims[axis])
+
+    def has_only_examples(self, axis: int) -> bool:
+        """Whether an axis is one of examples and nothing else."""
+        return self.has_examples(axis) and all(a.origin is not None for a in self.dims[axis])
+
+    def is_whole(self, axis: int) -> bool:
+        """Whether an axis has the examples that the value is about, in order, and no other does."""
+        own = (Atom(_EXAMPLE, 1, self.count),) if self.count > 1 else ()
+        return not self.loops and self.dims[axis] == own
+
+    def with_dims(self, dims: Sequence[Sequence[Atom]]) -> "Rows":
+        """With other axes."""
+        return replace(self, dims=tuple(map(_tidy, dims)))
+
+    def part(self, axis: int, start: int, count: int) -> "Rows":
+        """The examples from `start` on, along an axis that has all of them."""
+        own = (Atom(_EXAMPLE, 1, count),) if count > 1 else ()
+        dims = (*self.dims[:axis], own, *self.dims[axis + 1 :])
+        return replace(self, start=self.start + start, dims=dims)
+
+
+Found = list[Rows | None] | str
+"""For each output, which examples it is about; or why that is not known."""
+
+Rule = Callable[[Node, Sequence[Rows | None]], Found]
+
+
+def no_examples(shape: Sequence[int]) -> Dims:
+    """The axes of a value of which nothing is known."""
+    return tuple((Atom(None, 1, size),) if size != 1 else () for size in shape)
+
+
+def _common(rows: Sequence[Rows | None], shape: Sequence[int]) -> Rows | str | None:
+    """What an element-by-element function of such operands is about.
+
+    Operands are of that shape, or repeated along axes of size one, or numbers.
+    """
+    found: Rows | None = None
+    repeated = no_examples(shape)
+    for own in rows:
+        if own is None:
+            continue
+        dims = own.dims or ((),) * len(shape)
+        own = own.with_dims([dim or repeated[axis] for axis, dim in enumerate(dims)])
+        if found is not None and found != own:
+            return INTERACT
+        found = own
+    return found
+
+
+def _tidy(dim: Sequence[Atom]) -> tuple[Atom, ...]:
+    """Atoms that follow one another as one."""
+    found: list[Atom] = []
+    for atom in dim:
+        if atom.origin is None:
+            atom = Atom(None, 1, atom.size)
+        last = found[-1] if found else None
+        in_order = last is not None and last.stride == atom.stride * atom.size
+        if last is not None and last.origin == atom.origin and (in_order or atom.origin is None):
+            found[-1] = Atom(atom.origin, atom.stride, last.size * atom.size)
+        else:
+            found.append(atom)
+    return tuple(found)
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    """Plain integers; some transformations leave NumPy's in the parameters of an operation."""
+    return tuple(map(int, numbers))
+
+
+def _elementwise(node: Node, rows: Sequence[Rows | None]) -> Found:
+    shape = node.outputs[0].shape
+    if any(len(x.shape) not in (0, len(shape)) for x in node.inputs):
+        return NOT_FOLLOWED
+    found = _common(rows, shape)
+    return found if isinstance(found, str) else [found] * len(node.outputs)
+
+
+def _rearranged(node: Node, rows: Sequence[Rows | None]) -> Found:
+    found: list[Rows | None] = []
+    for own, _ in zip(rows, node.outputs, strict=False):
+        if own is None:
+            found.append(None)
+            continue
+        dims = own.dims
+        if node.name == "reshape":  # What is not about examples may be mixed with its like.
+            dims = tuple((atom,) for atom in _tidy([atom for dim in dims for atom in dim]))
+        moved = REARRANGED[node.name](Axes((own.total,), dims), node.params)
+        if moved is None:
+            return NOT_FOLLOWED
+        found.append(own.with_dims(moved.dims))
+    return found
+
+
+def _dot_general(node: Node, rows: Sequence[Rows | None]) -> Found:
+    contracted, batched = (
+        [_ints(axes) for axes in pair] for pair in node.params["dimension_numbers"]
+    )
+    free = [
+        [k for k in range(len(x.shape)) if k not in (*contracted[n], *batched[n])]
+        for n, x in enumerate(node.inputs)
+    ]
+    found: list[Rows] = []
+    for n, own in enumerate(rows):
+        if own is None:
+            continue
+        if any(own.has_examples(k) for k in contracted[n]):
+            return INTERACT
+        other = [no_examples(node.inputs[1 - n].shape)[k] for k in free[1 - n]]
+        mine = [own.dims[k] for k in free[n]]
+        sides = [mine, other] if n == 0 else [other, mine]
+        found.append(own.with_dims([*(own.dims[k] for k in batched[n]), *sides[0], *sides[1]]))
+    both = _common(found, node.outputs[0].shape)
+    return both if isinstance(both, str) else [both]
+
+
+def _along(*names: str, last: int = 0) -> Rule:
+    """An operation on its operands along some axes, of which examples must be none.
+
+    Other axes stay, or vanish if the outputs have fewer. The axes are a parameter of one of these
+    names, or the last ones.
+    """
+
+    def rule(node: Node, rows: Sequence[Rows | None]) -> Found:
+        ndim = len(node.inputs[0].shape)
+        given: Any = next((node.params[name] for name in names if name in node.params), None)
+        if given is None:
+            axes = tuple(range(ndim - last, ndim))
+        else:
+            axes = _ints(given) if isinstance(given, tuple | list) else (int(given) % ndim,)
+        moved: list[Rows] = []
+        for own in rows:
+            if own is None:
+                continue
+            if len(own.dims) != ndim:
+                return NOT_FOLLOWED
+            if any(own.has_examples(axis) for axis in axes):
+                return INTERACT
+            moved.append(own.with_dims([() if k in axes else d for k, d in enumerate(own.dims)]))
+        both = _common(moved, node.inputs[0].shape)
+        if both is None or isinstance(both, str):
+            return NOT_FOLLOWED if both is None else both
+        return [_with_sizes(both, axes, out.shape) for out in node.outputs]
+
+    return rule
+
+
+def _with_sizes(own: Rows, axes: Sequence[int], shape: Sequence[int]) -> Rows | None:
+    """What is left where something was done along some axes, in a shape."""
+    rest = [dim for axis, dim in enumerate(own.dims) if axis not in axes]
+    if len(shape) == len(rest):
+        return own.with_dims(rest)
+    plain = no_examples(shape)
+    if len(shape) == len(own.dims):
+        return own.with_dims([plain[k] if k in axes else own.dims[k] for k in range(len(shape))])
+    front = min(axes, default=len(own.dims))  # As of matrices, along the last two axes.
+    return own.with_dims([*own.dims[:front], *plain[front:]])
+
+
+def _cut(node: Node, rows: Sequence[Rows | None]) -> Found:
+    """`slice` and `split`: of examples, those that follow one another can be cut out."""
+    (own,) = rows
+    if own is None:
+        return [None for _ in node.outputs]
+    if node.name == "slice":
+        starts, strides = node.params["start_indices"], node.params["strides"]
+        pieces = [(tuple(starts), strides or (1,) * len(starts))]
+    else:
+        axis, sizes = int(node.params["axis"]), _ints(node.params["sizes"])
+        at = [sum(sizes[:k]) for k in range(len(sizes))]
+        ones = (1,) * len(own.dims)
+        pieces = [(tuple(s if k == axis else 0 for k in range(len(ones))), ones) for s in at]
+    found: list[Rows | None] = []
+    for (starts, strides), out in zip(pieces, node.outputs, strict=True):
+        piece = own
+        for axis, (size, left) in enumerate(zip(node.inputs[0].shape, out.shape, strict=True)):
+            if size == left:
+                continue
+            if not own.has_examples(axis):
+                dims = [*piece.dims]
+                dims[axis] = no_examples((left,))[0]
+                piece = piece.with_dims(dims)
+            elif own.is_whole(axis) and strides[axis] == 1:
+                piece = piece.part(axis, int(starts[axis]), left)
+            else:
+                return NOT_FOLLOWED
+        found.append(piece)
+    return found
+
+
+def _concatenate(node: Node, rows: Sequence[Rows | None]) -> Found:
+    axis, shape = int(node.params["dimension"]), node.outputs[0].shape
+    known = [own for own in rows if own is not None]
+    first = known[0]
+    if any(own.has_examples(axis) or own.start != first.start for own in known):
+        if len(known) < len(rows) or not all(own.is_whole(axis) for own in known):
+            merged = any(not own.is_whole(axis) for own in known if own.has_examples(axis))
+            return NOT_FOLLOWED if merged or len(known) == 1 else INTERACT
+        stops = [own.start + own.count for own in known]
+        in_order = all(s == own.start for s, own in zip(stops, known[1:], strict=False))
+        if not in_order or len({own.total for own in known}) > 1:
+            return INTERACT
+        return [first.part(axis, 0, shape[axis])]
+    whole = no_examples(shape)[axis]
+    moved = [own.with_dims([*own.dims[:axis], whole, *own.dims[axis + 1 :]]) for own in known]
+    both = _common(moved, shape)
+    return both if isinstance(both, str) else [both]
+
+
+def _stack(node: Node, rows: Sequence[Rows | None]) -> Found:
+    axis, shape = int(node.params["axis"]), node.outputs[0].shape
+    known = [own for own in rows if own is not None]
+    if any(own.start != known[0].start for own in known):
+        return INTERACT
+    whole = no_examples(shape)[axis]
+    both = _common(
+        [own.with_dims([*own.dims[:axis], whole, *own.dims[axis:]]) for own in known], shape
+    )
+    return both if isinstance(both, str) else [both]
+
+
+def _changed_axes(node: Node, rows: Sequence[Rows | None]) -> Found:
+    """Operations that change the sizes of some axes, of which examples must be none."""
+    (own, *others) = rows
+    shape, before = node.outputs[0].shape, node.inputs[0].shape
+    windows = node.params.get("window_dimensions", (1,) * len(shape))
+    pads: Any = node.params.get("padding", node.params.get("padding_config"))
+    same = [
+        s == b and w == 1 and not any(pad)
+        for s, b, w, pad in zip(shape, before, windows, pads, strict=True)
+    ]
+    if own is None or any(other is not None for other in others):
+        return NOT_FOLLOWED
+    if any(own.has_examples(axis) and not same[axis] for axis in range(len(shape))):
+        return INTERACT
+    plain = no_examples(shape)
+    return [own.with_dims([own.dims[k] if same[k] else plain[k] for k in range(len(shape))])]
+
+
+def _conv(node: Node, rows: Sequence[Rows | None]) -> Found:
+    own, kernel = rows
+    numbers, shape = node.params["dimension_numbers"], node.outputs[0].shape
+    images, out = int(numbers.lhs_spec[0]), int(numbers.out_spec[0])
+    if own is None or kernel is not None or node.params["batch_group_count"] != 1:
+        return NOT_FOLLOWED
+    if any(axis != images for axis in own.axes):
+        return INTERACT
+    dims = [*no_examples(shape)]
+    dims[out] = own.dims[images]
+    return [own.with_dims(dims)]
+
+
+def _gather(node: Node, rows: Sequence[Rows | None]) -> Found:
+    own, indices = rows
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    before, shape = node.inputs[0].shape, node.outputs[0].shape
+    batch = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
+    plain, found = no_examples(shape), []
+    if indices is not None:
+        if indices.has_examples(len(indices.dims) - 1):
+            return NOT_FOLLOWED
+        dims = [*plain]
+        for axis, dim in zip(batch, indices.dims[:-1], strict=True):
+            dims[axis] = dim
+        found.append(indices.with_dims(dims))
+    if own is not None:
+        paired = dict(
+            zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        )
+        left_out = (*numbers.collapsed_slice_dims, *paired)
+        kept = [axis for axis in range(len(before)) if axis not in left_out]
+        places = dict(zip(kept, numbers.offset_dims, strict=True))
+        places |= {axis: batch[place] for axis, place in paired.items()}
+        whole = [axis for axis in kept if sizes[axis] == before[axis]]
+        if any(axis not in (*whole, *paired) for axis in own.axes):
+            return NOT_FOLLOWED
+        dims = [*plain]
+        for axis in (*whole, *paired):
+            dims[places[axis]] = own.dims[axis]
+        found.append(own.with_dims(dims))
+    both = _common(found, shape)
+    return both if isinstance(both, str) else [both]
+
+
+def _dynamic_slice(node: Node, rows: Sequence[Rows | None]) -> Found:
+    own, *indices = rows
+    shape, before = node.outputs[0].shape, node.inputs[0].shape
+    if own is not None:
+        same = [s == b for s, b in zip(shape, before, strict=True)]
+        if any(not same[axis] for axis in own.axes):
+            return NOT_FOLLOWED
+        plain = no_examples(shape)
+        own = own.with_dims([own.dims[k] if same[k] else plain[k] for k in range(len(shape))])
+    both = _common([own, *indices], shape)
+    return both if isinstance(both, str) else [both]
+
+
+def _dynamic_update_slice(node: Node, rows: Sequence[Rows | None]) -> Found:
+    shape, of_update = node.outputs[0].shape, node.inputs[1].shape
+    same = [s == b for s, b in zip(shape, of_update, strict=True)]
+    moved: list[Rows | None] = []
+    for own in rows[:2]:
+        if own is not None:
+            if any(not same[axis] for axis in own.axes):
+                return NOT_FOLLOWED
+            plain = no_examples(shape)
+            own = own.with_dims([own.dims[k] if same[k] else plain[k] for k in range(len(shape))])
+        moved.append(own)
+    both = _common([*moved, *rows[2:]], shape)
+    return both if isinstance(both, str) else [both]
+
+
+ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
+one_minus_square or population_count pow random_gamma_grad real regularized_incomplete_beta rem
+round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh xor bitcast_convert_type
+""".split()  # noqa: SIM905  A list of as many strings is harder to read.
+
+_REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(REARRANGED, _rearranged),
+    **{f"reduce_{name}": _along("axes") for name in _REDUCTIONS},
+    **dict.fromkeys(["argmax", "argmin"], _along("axes")),
+    **{f"cum{name}": _along("axis") for name in ("sum", "prod", "max", "min", "logsumexp")},
+    **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min"], _changed_axes),
+    **dict.fromkeys(["cholesky", "eigh", "svd", "qr", "lu", "triangular_solve"], _along(last=2)),
+    "sort": _along("dimension"),
+    "rev": _along("dimensions"),
+    "top_k": _along("axis", last=1),
+    "dot_general": _dot_general,
+    "slice": _cut,
+    "split": _cut,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "pad": _changed_axes,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+}
+"""What is known of operations, by name."""
+
 
 _SEVERAL_ROWS = "examples have several rows of a loss each"
 _MOST_TRIALS = 16
@@ -595,126 +996,3 @@ _INTEGERS: dict[str, Any] = {
     ),
 }
 """Operations by which places in arrays are computed."""
-
-
-# Which examples a layer is applied to where it is used, and where they are there.
-
-_NOT_KNOWN = "no array has an axis of as many elements as a loss has rows"
-
-
-@dataclass(frozen=True, eq=False)
-class LocatedExamples:
-    """What is known of the examples in a program, at the uses of its layers."""
-
-    program: Program
-    examples: Examples
-
-    def at_site(self, site: Site) -> ExamplesAt:
-        """Where a layer was found."""
-        if site.lifted is not None:
-            count = math.prod(site.output.shape[axis] for axis in site.positions)
-            return self._lifted(site.node, site.lifted, count)
-        rows = self._rows(site.output)
-        if isinstance(rows, str):
-            return self._unknown(rows)
-        if site.convolution is not None:
-            axis = site.convolution["dimension_numbers"].out_spec[0]
-            return self._along_axis(site.node, rows, site.output.shape, axis)
-        positions: list[tuple[Atom, Atom | None]] = []
-        for axis, dim in enumerate(site.axes.dims):
-            if not rows.has_examples(axis):
-                positions += [(atom, None) for atom in dim if atom.origin in site.positions]
-                continue
-            pairs = refined(dim, rows.dims[axis])
-            if pairs is None:
-                return self._unknown("they share an axis with positions that cannot be told apart")
-            own = [(a, b) for a, b in pairs if a.origin in site.positions]
-            if any(b.origin is not None for a, b in pairs if a.origin not in site.positions):
-                return self._unknown("they are along an axis that the parameters have, too")
-            positions += own
-        order = lambda pair: (site.positions.index(pair[0].origin), -pair[0].stride)
-        positions.sort(key=order)
-        sizes = [(atom.size, example) for atom, example in positions]
-        return self._known(site.node, rows, sizes)
-
-    def at_tag(self, node: Node, output: Operand, batch_axis: int = 0) -> ExamplesAt:
-        """At a layer that the user tags, with examples along an axis of its output."""
-        shape, count = output.shape, self.examples.batch_size
-        if not self.examples.is_known:
-            if self._loops[node] or shape[batch_axis : batch_axis + 1] != (count,):
-                return self._unknown(self.examples.lost or _NOT_KNOWN)
-            return ExamplesAt.along_axis(count)
-        rows = self._rows(output)
-        if isinstance(rows, str):
-            return self._unknown(rows)
-        return self._along_axis(node, rows, shape, batch_axis)
-
-    def _along_axis(
-        self, node: Node, rows: Rows, shape: Sequence[int], batch_axis: int
-    ) -> ExamplesAt:
-        if len(shape) <= batch_axis or rows.axes not in ((), (batch_axis,)):
-            return self._unknown(f"they are not along axis {batch_axis} of its output")
-        sizes = [(atom.size, atom) for atom in rows.dims[batch_axis]]
-        return self._known(node, rows, sizes)
-
-    def _lifted(self, node: Node, number: int, positions: int) -> ExamplesAt:
-        """Where examples have a leading axis of their own."""
-        return ExamplesAt(
-            number=number,
-            split=Arrangement(
-                (number * positions,), (number, positions), (0, 1), (number, positions)
-            ),
-            loops=(None,) * len(self._loops[node]),
-            total=number,
-            count=number,
-            problem=self.examples.problem,
-        )
-
-    @functools.cached_property
-    def _loops(self) -> dict[Node, tuple[Node, ...]]:
-        return _loops_around(self.program)
-
-    def _rows(self, operand: Any) -> Rows | str:
-        """The examples that a value is about; or why that is not known."""
-        if not self.examples.is_known:
-            return self.examples.lost or _NOT_KNOWN
-        rows = self.examples.rows.get(operand)
-        return rows or self.examples.lost or "what it computes is not about single ones"
-
-    def _unknown(self, why: str) -> ExamplesAt:
-        return ExamplesAt(unknown=why, problem=self.examples.problem)
-
-    def _known(
-        self, node: Node, rows: Rows, positions: Sequence[tuple[int, Atom | None]]
-    ) -> ExamplesAt:
-        """Return where examples are among positions, given as their sizes and what they count."""
-        is_example = [atom is not None and atom.origin is not None for _, atom in positions]
-        numbered = [k for k, own in enumerate(is_example) if own]
-        numbered.sort(key=lambda k: -positions[k][1].stride)  # pyright: ignore[reportOptionalMemberAccess]
-        rest = [k for k, own in enumerate(is_example) if not own]
-        sizes = [size for size, _ in positions]
-        number, others = (math.prod(sizes[k] for k in each) for each in (numbered, rest))
-        split = Arrangement((number * others,), tuple(sizes), (*numbered, *rest), (number, others))
-        taken: Mapping[Any, Any] = dict(rows.loops)
-        numbers = tuple(self.examples.loops.get(loop) for loop in self._loops[node])
-        return ExamplesAt(
-            number=number,
-            split=split,
-            loops=tuple(n if n in taken else None for n in numbers),
-            total=rows.total,
-            first=rows.start,
-            count=rows.count,
-            in_order=rows.is_in_order,
-            problem=self.examples.problem,
-        )
-
-
-def _loops_around(program: Program, loops: tuple[Node, ...] = ()) -> dict[Node, tuple[Node, ...]]:
-    """Return, for each node, the loops around it, outermost first."""
-    found: dict[Node, tuple[Node, ...]] = {}
-    for node in program.nodes:
-        found[node] = loops
-        if node.body is not None:
-            inner = (*loops, node) if node.kind == "scan" else loops
-            found |= _loops_around(node.body, inner)
-    return found

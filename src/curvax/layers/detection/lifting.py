@@ -18,8 +18,7 @@ import numpy as np
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.example_rules import ELEMENTWISE, Rows
-from curvax.layers.detection.examples import Examples
+from curvax.layers.detection.examples import ELEMENTWISE, Examples, Rows
 from curvax.layers.detection.program import Node, Operand, Program, Variable
 
 

@@ -6,7 +6,8 @@ anything is computed from it. Each tag carries the `LayerUse` that describes it.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from jax import lax
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.axes import Arrangement, Axes
-from curvax.layers.detection.examples import Examples, LocatedExamples
+from curvax.layers.detection.axes import Arrangement, Atom, Axes, refined
+from curvax.layers.detection.examples import Examples, Rows
 from curvax.layers.detection.layers import FoundLayer, Tagged, TaggedUse, checked_params
 from curvax.layers.detection.lifting import Lifting, run_lifted
 from curvax.layers.detection.program import (
@@ -31,8 +32,7 @@ from curvax.layers.detection.program import (
     loop_lengths,
     trace_program,
 )
-from curvax.layers.detection.sites import ParamView, Site
-from curvax.layers.detection.uses import Interpreter, find_uses
+from curvax.layers.detection.uses import Interpreter, ParamView, Site, find_uses
 from curvax.layers.patterns import Match
 from curvax.layers.tags import (
     LayerTag,
@@ -76,6 +76,129 @@ def is_loss(node: Node) -> bool:
 def is_layer(node: Node) -> bool:
     """Whether a node is the tag of a layer."""
     return isinstance(node.equation.primitive, LayerTag)
+
+
+# Which examples a layer is applied to where it is used, and where they are there.
+
+_NOT_KNOWN = "no array has an axis of as many elements as a loss has rows"
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedExamples:
+    """What is known of the examples in a program, at the uses of its layers."""
+
+    program: Program
+    examples: Examples
+
+    def at_site(self, site: Site) -> ExamplesAt:
+        """Where a layer was found."""
+        if site.lifted is not None:
+            count = math.prod(site.output.shape[axis] for axis in site.positions)
+            return self._lifted(site.node, site.lifted, count)
+        rows = self._rows(site.output)
+        if isinstance(rows, str):
+            return self._unknown(rows)
+        if site.convolution is not None:
+            axis = site.convolution["dimension_numbers"].out_spec[0]
+            return self._along_axis(site.node, rows, site.output.shape, axis)
+        positions: list[tuple[Atom, Atom | None]] = []
+        for axis, dim in enumerate(site.axes.dims):
+            if not rows.has_examples(axis):
+                positions += [(atom, None) for atom in dim if atom.origin in site.positions]
+                continue
+            pairs = refined(dim, rows.dims[axis])
+            if pairs is None:
+                return self._unknown("they share an axis with positions that cannot be told apart")
+            own = [(a, b) for a, b in pairs if a.origin in site.positions]
+            if any(b.origin is not None for a, b in pairs if a.origin not in site.positions):
+                return self._unknown("they are along an axis that the parameters have, too")
+            positions += own
+        order = lambda pair: (site.positions.index(pair[0].origin), -pair[0].stride)
+        positions.sort(key=order)
+        sizes = [(atom.size, example) for atom, example in positions]
+        return self._known(site.node, rows, sizes)
+
+    def at_tag(self, node: Node, output: Operand, batch_axis: int = 0) -> ExamplesAt:
+        """At a layer that the user tags, with examples along an axis of its output."""
+        shape, count = output.shape, self.examples.batch_size
+        if not self.examples.is_known:
+            if self._loops[node] or shape[batch_axis : batch_axis + 1] != (count,):
+                return self._unknown(self.examples.lost or _NOT_KNOWN)
+            return ExamplesAt.along_axis(count)
+        rows = self._rows(output)
+        if isinstance(rows, str):
+            return self._unknown(rows)
+        return self._along_axis(node, rows, shape, batch_axis)
+
+    def _along_axis(
+        self, node: Node, rows: Rows, shape: Sequence[int], batch_axis: int
+    ) -> ExamplesAt:
+        if len(shape) <= batch_axis or rows.axes not in ((), (batch_axis,)):
+            return self._unknown(f"they are not along axis {batch_axis} of its output")
+        sizes = [(atom.size, atom) for atom in rows.dims[batch_axis]]
+        return self._known(node, rows, sizes)
+
+    def _lifted(self, node: Node, number: int, positions: int) -> ExamplesAt:
+        """Where examples have a leading axis of their own."""
+        return ExamplesAt(
+            number=number,
+            split=Arrangement(
+                (number * positions,), (number, positions), (0, 1), (number, positions)
+            ),
+            loops=(None,) * len(self._loops[node]),
+            total=number,
+            count=number,
+            problem=self.examples.problem,
+        )
+
+    @functools.cached_property
+    def _loops(self) -> dict[Node, tuple[Node, ...]]:
+        return _loops_around(self.program)
+
+    def _rows(self, operand: Any) -> Rows | str:
+        """The examples that a value is about; or why that is not known."""
+        if not self.examples.is_known:
+            return self.examples.lost or _NOT_KNOWN
+        rows = self.examples.rows.get(operand)
+        return rows or self.examples.lost or "what it computes is not about single ones"
+
+    def _unknown(self, why: str) -> ExamplesAt:
+        return ExamplesAt(unknown=why, problem=self.examples.problem)
+
+    def _known(
+        self, node: Node, rows: Rows, positions: Sequence[tuple[int, Atom | None]]
+    ) -> ExamplesAt:
+        """Return where examples are among positions, given as their sizes and what they count."""
+        is_example = [atom is not None and atom.origin is not None for _, atom in positions]
+        numbered = [k for k, own in enumerate(is_example) if own]
+        numbered.sort(key=lambda k: -positions[k][1].stride)  # pyright: ignore[reportOptionalMemberAccess]
+        rest = [k for k, own in enumerate(is_example) if not own]
+        sizes = [size for size, _ in positions]
+        number, others = (math.prod(sizes[k] for k in each) for each in (numbered, rest))
+        split = Arrangement((number * others,), tuple(sizes), (*numbered, *rest), (number, others))
+        taken: Mapping[Any, Any] = dict(rows.loops)
+        numbers = tuple(self.examples.loops.get(loop) for loop in self._loops[node])
+        return ExamplesAt(
+            number=number,
+            split=split,
+            loops=tuple(n if n in taken else None for n in numbers),
+            total=rows.total,
+            first=rows.start,
+            count=rows.count,
+            in_order=rows.is_in_order,
+            problem=self.examples.problem,
+        )
+
+
+def _loops_around(program: Program, loops: tuple[Node, ...] = ()) -> dict[Node, tuple[Node, ...]]:
+    """Return, for each node, the loops around it, outermost first."""
+    found: dict[Node, tuple[Node, ...]] = {}
+    for node in program.nodes:
+        found[node] = loops
+        if node.body is not None:
+            inner = (*loops, node) if node.kind == "scan" else loops
+            found |= _loops_around(node.body, inner)
+    return found
 
 
 # From what was found to the description that a tag carries.
