@@ -1,6 +1,8 @@
 """Error messages begin with the public name that the user called."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +82,22 @@ def test_without_a_public_caller_it_is_the_package():
     assert where() == "curvax"
     with pytest.raises(ValueError, match=r"^curvax: size must be at least 1"):
         functools.partial(check_size, "size")(0)
+
+
+def test_reading_the_name_keeps_nothing_alive():
+    """Not even until the next garbage collection: callers have large arrays."""
+
+    class Large:
+        pass
+
+    def caller():
+        large = Large()
+        assert where() == "curvax"
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

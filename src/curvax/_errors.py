@@ -1,6 +1,5 @@
 """The public name in error messages, and checks of plain arguments that public functions share."""
 
-import inspect
 import operator
 import sys
 from types import FrameType
@@ -19,7 +18,9 @@ def where() -> str:
     passed to another directly, as in `hessian(chunked_vmap(f), x)`, there is no frame of the user
     between them, and the outer one is named.
     """
-    name, frame = "curvax", inspect.currentframe()
+    # From the caller on: a frame that is a local of itself, as `inspect.currentframe()` would be,
+    # keeps the arrays of all callers until the next garbage collection.
+    name, frame = "curvax", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package == "curvax":
@@ -34,7 +35,9 @@ def _public_name(frame: FrameType) -> str | None:
     """Return the name of the public function or class that a frame belongs to, if to any."""
     public = sys.modules["curvax"].__all__
     own = frame.f_code.co_qualname.partition(".")[0]
-    owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+    first = frame.f_code.co_varnames[:1]
+    # Reading the locals of a frame keeps a copy of them for as long as the frame lives.
+    owner = frame.f_locals.get(first[0]) if first in (("self",), ("cls",)) else None
     classes = (owner if isinstance(owner, type) else type(owner)).__mro__
     names = [own, *(each.__name__ for each in classes)]
     return next((f"curvax.{name}" for name in names if name in public), None)
