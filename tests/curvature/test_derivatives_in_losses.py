@@ -204,6 +204,51 @@ def test_kronecker_factors_are_outer_products_over_all_uses():
         assert_same(own.outputs_factor.value, g / len(X), 1e-12, 1e-12)
 
 
+def test_weights_and_a_bias_that_are_the_same_for_all_examples():
+    """A projection of the mean of a batch of data, added to each example."""
+
+    def model(p, x):
+        mean = jnp.mean(x, 0, keepdims=True) @ p["w"] + p["b"][None]
+        return jnp.tanh(x @ p["v"] + jnp.broadcast_to(mean, (len(x), 3)))
+
+    params = {"w": normal(1, 2, 3), "b": normal(2, 3), "v": normal(3, 2, 3)}
+
+    def loss(p, x):
+        curvax.register_squared_error_loss(model(p, x), weight=0.5)
+
+    report = curvax.explain_registration(loss, (params, X), strict=True)
+    assert {row.path: row.tag for row in report.rows} == dict.fromkeys(
+        ("['b']", "['v']", "['w']"), "dense_tag"
+    )
+    estimator = curvax.BlockDiagonalCurvature(
+        loss, layer_tag_to_block_ctor={"dense": curvax.DenseFull}
+    )
+    state = estimator.init(jax.random.key(0), (params, X), None, None)
+    state = estimator.update_curvature_matrix_estimate(
+        state, 0.0, 1.0, len(X), jax.random.key(1), (params, X), None, "ggn_exact"
+    )
+    flat, unflatten = ravel_pytree(params)
+    jacobian = jax.jacrev(lambda flat: model(unflatten(flat), X).reshape(-1))(flat)
+    whole = jacobian.T @ jacobian / len(X)
+    sizes = [x.size for x in jax.tree.leaves(params)]
+    block = np.repeat(jax.tree.leaves(estimator.params_block_index), sizes)
+    expected = np.where(block[:, None] == block, whole, 0)
+    assert_same(estimator.to_dense_matrix(state), expected, 1e-12, 1e-12)
+
+
+def test_a_scale_of_constants_alone_is_generic_however_often_it_is_scaled():
+    scaled = lambda s, *constants: functools.reduce(jnp.multiply, constants, s)
+    for constants in ([normal(1, 3)], [normal(1, 3), normal(2, 3)]):
+
+        def loss(p, x, constants=constants):
+            shift = jnp.broadcast_to(scaled(p["s"], *constants), (len(x), 3))
+            return curvax.register_squared_error_loss(x @ p["v"] + shift)
+
+        report = curvax.explain_registration(loss, ({"s": normal(3, 3), "v": normal(4, 2, 3)}, X))
+        reasons = {row.path: row.reason for row in report.rows}
+        assert "it meets nothing that differs from example to example" in reasons["['s']"]
+
+
 class TestWhatCannotBeLifted:
     """A tangent that is the same for all examples, and does not meet these one by one."""
 

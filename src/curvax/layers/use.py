@@ -72,11 +72,6 @@ class ExamplesAt:
         return cls(number, loops=(None,) * num_loops, total=number, count=number)
 
     @property
-    def num_positions(self) -> int:
-        """The number of positions of each example, in each step."""
-        return 1 if self.split is None else self.split.groups[1]
-
-    @property
     def interaction(self) -> str:
         """By what examples interact, if that is known."""
         return self.problem if self.problem.startswith(INTERACT) else ""

@@ -612,7 +612,7 @@ class CurvatureBlock(abc.ABC):
     def _multiply_matpower(
         self, state: Any, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        """As `multiply_matpower`, without the scale (that depends on the state, if cached)."""
+        """As `multiply_matpower`, without `fixed_scale`, and without the scale unless cached."""
 
     @abc.abstractmethod
     def _eigenvalues(self, state: Any, use_cached: bool) -> Array:

@@ -9,7 +9,7 @@ name or by intention does not matter: what is verified is that each row of a los
 example alone.
 
 Only what depends on parameters matters for that: derivatives do not pass through anything else. So
-a mean over a batch of data is a constant, and integers are.
+a mean over a batch of data is a constant, and so are integers.
 """
 
 import copy
@@ -681,7 +681,7 @@ class _Walk:
         body, cut = node.body, form.num_consts + form.num_carry
         for inner, outer in zip(body.inputs[: form.num_consts], node.inputs, strict=False):
             self._alias(inner, outer)
-        self._take(node, body.inputs[cut:], node.inputs[cut:], form.length)
+        self._take(node, body.inputs[cut:], node.inputs[cut:])
         carried = list(zip(body.inputs[form.num_consts : cut], body.outputs, strict=False))
         starts = node.inputs[form.num_consts : cut]
         for (inner, _), outer in zip(carried, starts, strict=True):
@@ -715,9 +715,7 @@ class _Walk:
             own = rows.get(inner)
             self._know(outer, None if own is None else self._stacked(node, own, form.length))
 
-    def _take(
-        self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand], length: int
-    ) -> None:
+    def _take(self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand]) -> None:
         """What a loop takes one element of in each step."""
         rows = self.found.rows
         taken = None
@@ -806,7 +804,7 @@ class _Walk:
         if self.loop is None or np.any(start != start[0] + size * np.arange(steps)):
             return None
         part = own.part(axis, int(start[0]), size)
-        taken = (Atom(0, size, steps),) if steps > 1 else ()
+        taken = (Atom(_EXAMPLE, size, steps),) if steps > 1 else ()
         return replace(part, loops=(*part.loops, (self._number_of(self.loop), taken)))
 
     def _written(self, node: Node, rows: Sequence[Rows | None]) -> Rows | None:
@@ -823,7 +821,7 @@ class _Walk:
         for k in own.axes:
             if k != axis:
                 return None
-        dims[axis] = (Atom(0, 1, own.total),)
+        dims[axis] = (Atom(_EXAMPLE, 1, own.total),)
         whole = Rows(own.total, 0, tuple(dims))
         start = self._number(node.inputs[2 + axis])
         if self._placed(whole, axis, start, of_update[axis]) != own:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from curvax.layers.detection.axes import Arrangement
 from curvax.layers.detection.program import Node
-from curvax.layers.detection.uses import Encounter, Interpreter, ParamView, Site
+from curvax.layers.detection.sites import ParamView, Site
+from curvax.layers.detection.uses import Encounter, Interpreter
 from curvax.layers.patterns import Match
 from curvax.layers.tags import generic_tag, scale_and_shift_tag
 from curvax.layers.use import UNKNOWN, LayerUse, Slice, same_examples

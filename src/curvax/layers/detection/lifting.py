@@ -128,7 +128,7 @@ def run_lifted(
 
     `inputs` are the values that are not lifted, `lifted` those that are, of this and other nodes.
     """
-    if not lifting.reads(node):
+    if not any(x in lifted for x in node.inputs):  # Of no use that is tagged.
         return _jax.run_equation(node.equation, inputs)
     if node in lifting.merges:
         axis, shape = lifting.merges[node], node.outputs[0].shape

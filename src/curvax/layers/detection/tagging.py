@@ -32,7 +32,8 @@ from curvax.layers.detection.program import (
     loop_lengths,
     trace_program,
 )
-from curvax.layers.detection.uses import Interpreter, ParamView, Site, find_uses
+from curvax.layers.detection.sites import ParamView, Site
+from curvax.layers.detection.uses import Interpreter, find_uses
 from curvax.layers.patterns import Match
 from curvax.layers.tags import (
     LayerTag,
