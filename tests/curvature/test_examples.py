@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
@@ -305,3 +306,116 @@ class TestByHand:
     def test_they_are_not(self):
         with pytest.raises(ValueError, match="they are not along axis 0 of its output"):
             estimated(self.model("positions first"), batch(3), {"dense": curvax.DenseFull})
+
+
+class TestNotSilentlyWrong:
+    """Models that were estimated wrongly, and nobody said so."""
+
+    full = {"dense": curvax.DenseFull}  # noqa: RUF012
+
+    @pytest.mark.parametrize("auto", [True, False], ids=["auto", "by hand"])
+    @pytest.mark.parametrize(
+        "changed", [jnp.transpose, lambda w: 2.0 * w, lambda w: w[::-1]], ids=["T", "scaled", "rev"]
+    )
+    def test_a_tagged_function_of_other_parameters(self, changed, auto):
+        inner = lambda p, x: jnp.tanh(x @ p["w"])
+        tagged = curvax.auto_register_tags(
+            loss_of(inner), ({"w": PARAMS["w"]}, batch(3)[:, 0]), compute_only_loss_tags=False
+        )
+        outer = lambda p, x: tagged({"w": changed(p["w"])}, x)
+        with pytest.raises(
+            ValueError, match=r"Tag the function that is called|something else than"
+        ):
+            curvax.BlockDiagonalCurvature(outer, auto_register_tags=auto).init(
+                jax.random.key(0), ({"w": PARAMS["w"]}, batch(3)[:, 0]), None, None
+            )
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            lambda p, x: models.centred(p, x),
+            lambda p, x: jax.nn.softmax((x[:, 0] @ p["w"]) @ x[:, 0].T) @ x[:, 0],
+        ],
+        ids=["centred, as many positions", "other examples' data"],
+    )
+    def test_microbatches_of_examples_that_interact(self, model):
+        args = PARAMS, batch(4, 4)
+        estimator = curvax.BlockDiagonalCurvature(
+            loss_of(model), microbatch_size=2, allow_unused_params=True
+        )
+        state = estimator.init(jax.random.key(0), args, None, None)
+        with pytest.raises(ValueError, match="the examples of a batch interact, by"):
+            estimator.update_curvature_matrix_estimate(
+                state, 0.0, 1.0, 4, jax.random.key(0), args, None
+            )
+
+    @pytest.mark.parametrize("auto", [True, False], ids=["auto", "by hand"])
+    @pytest.mark.parametrize("mixed", ["fft", "centred", "merged"])
+    def test_tags_of_the_user_are_followed(self, mixed, auto):
+        def model(p, x):
+            h = x.reshape(-1, 3) if mixed == "merged" else x[:, 0]
+            h = jnp.tanh(curvax.register_dense(h @ p["w"], h, p["w"]))
+            if mixed == "fft":
+                return jnp.fft.fft(h, axis=0).real
+            if mixed == "centred":
+                return h - jnp.broadcast_to(jnp.mean(h, 0), h.shape)
+            return jnp.sum(h.reshape(x.shape), 1)
+
+        args = {"w": PARAMS["w"]}, batch(3)
+        estimator = curvax.BlockDiagonalCurvature(
+            loss_of(model), layer_tag_to_block_ctor=self.full, auto_register_tags=auto
+        )
+        if mixed != "merged":
+            with pytest.raises(ValueError, match=r"examples (interact|unknown)"):
+                estimator.init(jax.random.key(0), args, None, None)
+            return
+        state = estimator.init(jax.random.key(0), args, None, None)
+        state = estimator.update_curvature_matrix_estimate(
+            state, 0.0, 1.0, 3, jax.random.key(0), args, None, "ggn_exact"
+        )
+        expected = models.exact(model, args[0], args[1])
+        assert np.allclose(estimator.to_dense_matrix(state), expected, 1e-9)
+
+    def test_uses_that_are_not_covered(self):
+        def loss(p, x):
+            shared = jnp.ones(3) @ p["w"]
+            z = jnp.tanh(x[:, 0] @ p["w"]) @ shared[:, None]
+            curvax.register_squared_error_loss(z)
+
+        args = {"w": PARAMS["w"]}, batch(3)
+        with pytest.raises(ValueError, match="1 more uses of its parameters are not covered"):
+            curvax.BlockDiagonalCurvature(loss, layer_tag_to_block_ctor=self.full).init(
+                jax.random.key(0), args, None, None
+            )
+        estimator = curvax.BlockDiagonalCurvature(loss)
+        estimator.init(jax.random.key(0), args, None, None)
+        ((remark,),) = [row.remarks for row in estimator.report().rows]
+        assert remark == "1 more uses of its parameters are not covered by the layer"
+
+    def test_a_derivative_of_some_of_the_examples(self):
+        """Chunks of examples, of which each repeats a tangent."""
+
+        def loss(p, x):
+            u = lambda a: jnp.sum(jnp.tanh(jnp.tanh(a @ p["w"]) @ p["v"]))
+            slope = lambda a: jax.jvp(u, (a,), (jnp.ones(3),))[1]
+            z = jax.lax.map(slope, x[:, 0], batch_size=4)[:, None]
+            curvax.register_squared_error_loss(z)
+
+        args = {"w": PARAMS["w"], "v": PARAMS["v"]}, batch(6)
+        estimator = curvax.BlockDiagonalCurvature(loss)
+        estimator.init(jax.random.key(0), args, None, None)
+        assert any("not covered" in text for row in estimator.report().rows for text in row.remarks)
+
+    def test_a_convolution_that_is_tagged_inside_vmap(self):
+        def one(k, a):
+            layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+            y = jax.lax.conv_general_dilated(a, k, (1, 1), "SAME", **layout)
+            return curvax.register_conv2d(y, a, k, **layout)
+
+        def loss(k, x):
+            z = jax.vmap(lambda a: one(k, a))(x)
+            curvax.register_squared_error_loss(z.reshape(len(x), -1))
+
+        images, kernel = models.normal(0, 3, 1, 4, 4, 2), models.normal(1, 2, 2, 2, 1)
+        with pytest.raises(ValueError, match=r"Inside of jax\.vmap.* leave the tag out"):
+            curvax.explain_registration(loss, (kernel, images))

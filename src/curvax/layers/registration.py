@@ -158,7 +158,7 @@ def register(
         jax.tree.structure(shapes),
         params_range,
         tuple(map(jax.tree_util.keystr, paths)),
-        described(layers, LocatedExamples(needed, examples)),
+        described(layers, LocatedExamples(needed, examples), found),
         losses,
         lifting,
         examples.interaction or None,

@@ -25,7 +25,7 @@ from jax import lax
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.axes import Arrangement
+from curvax.layers.detection.axes import Arrangement, Axes
 
 UNKNOWN = "examples unknown"
 """How a remark begins on a layer of which it is not known which examples it is applied to."""
@@ -121,12 +121,16 @@ class ParamUse:
         arrangement: brings that part into the form that all layers of a kind share: a leading axis
             for the steps of the loops that take slices of it, then `(*heads, inputs, outputs)`.
             None if it is in that form already.
+        axes: the axes of the operand of the tag, by those of the parameter.
+        scale: the number that the operand was multiplied with, if it is known.
     """
 
     index: int
     shape: tuple[int, ...]
     slices: tuple[Slice, ...] = ()
     arrangement: Arrangement | None = None
+    axes: Axes | None = None
+    scale: float | None = None
 
     @property
     def sliced_shape(self) -> tuple[int, ...]:
@@ -181,6 +185,7 @@ class LayerUse:
             has it as it is.
         output_arrangement: the same for an output.
         number: tells the uses of a layer apart that are alike in all else.
+        uncovered: how many further uses of its parameters the layer does not cover.
     """
 
     kind: str
@@ -193,6 +198,7 @@ class LayerUse:
     input_arrangement: Arrangement | None = None
     output_arrangement: Arrangement | None = None
     number: int = 0
+    uncovered: int = 0
 
     @property
     def is_conv(self) -> bool:
@@ -208,6 +214,12 @@ class LayerUse:
     def is_arranged(self) -> bool:
         """Whether inputs and outputs have all positions along their first axis."""
         return self.output_arrangement is not None
+
+    @property
+    def remark_on_coverage(self) -> str:
+        """What to tell the user about uses of the parameters that are not those of the layer."""
+        count = self.uncovered
+        return f"{count} more uses of its parameters are not covered by the layer" * bool(count)
 
     @property
     def stacked(self) -> tuple[bool, ...]:

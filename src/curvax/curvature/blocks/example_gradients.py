@@ -86,6 +86,8 @@ def gradient_terms(
 
 def why_inexact(uses: Sequence[LayerUse]) -> str:
     """Why the gradients of single examples are not known; "" if they are."""
+    if uses[0].uncovered:
+        return uses[0].remark_on_coverage
     groups = _known_groups(uses)
     if isinstance(groups, str):
         return groups
@@ -97,6 +99,8 @@ def remarks_on_examples(uses: Sequence[LayerUse]) -> tuple[str, ...]:
     why = why_inexact(uses)
     if not why:
         return ()
+    if uses[0].uncovered:
+        return (why,)
     if any(use.examples.unknown for use in uses):
         return (f"{why}: each position counts as an example of its own",)
     if isinstance(_known_groups(uses), str):

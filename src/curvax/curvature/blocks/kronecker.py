@@ -350,7 +350,10 @@ class TwoKroneckerFactored(CurvatureBlock):
                 "which positions belong to one example is not known, or differs from place to "
                 "place, or examples are run by a loop: weight_sharing is 'expand'"
             )
-        interaction = self._equation.uses[0].examples.interaction
+        first = self._equation.uses[0]
+        if first.uncovered:
+            found.append(first.remark_on_coverage)
+        interaction = first.examples.interaction
         if interaction:
             found.append(f"{interaction}: gradients of different ones are taken to be independent")
         return tuple(found)

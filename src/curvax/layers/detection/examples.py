@@ -501,7 +501,8 @@ def find_examples(
     likely = found[0]
     interacting = [likely] if likely.problem.startswith(INTERACT) else []
     unknown = Examples(smaller, lost=likely.problem or likely.lost)
-    return [*apart, *arrived, *interacting, unknown][0]
+    # That the batch interacts is told, and not that another axis would have several rows.
+    return [*interacting, *apart, *arrived, unknown][0]
 
 
 def _num_rows(loss: Node) -> int | None:
@@ -609,6 +610,10 @@ class _Walk:
         rows = self._rows_of(node.inputs)
         if any(own is not None for own in rows):
             self._set(node, self._apply(node, rows))
+            everything = [self.found.rows.get(x) for x in node.inputs]
+            if everything != rows and self._apply(node, everything) == INTERACT:
+                # By data that no derivative passes through; microbatches must know that, too.
+                self.found.interaction = self.found.interaction or node.name
 
     def _rows_of(self, operands: Sequence[Operand]) -> list[Rows | None]:
         """The examples of each operand; of those alone that have derivatives, if some have."""

@@ -88,7 +88,8 @@ class Lifting:
             shape = _lifted_shape(node, self.shapes)
         elif node.name not in ELEMENTWISE:
             return False
-        if node.body is not None or not rows.is_whole(axis) or (shape and shape[axis] != 1):
+        is_all = rows.is_whole(axis) and rows.count == rows.total
+        if node.body is not None or not is_all or (shape and shape[axis] != 1):
             return False
         self.merges[node] = axis
         return True

@@ -18,7 +18,7 @@ from jax import lax
 from curvax import _jax
 from curvax._types import Array
 from curvax.layers.detection.axes import Arrangement, Atom, Axes, refined
-from curvax.layers.detection.examples import Examples, Rows
+from curvax.layers.detection.examples import Examples, Rows, find_examples
 from curvax.layers.detection.layers import FoundLayer, Tagged, TaggedUse, checked_params
 from curvax.layers.detection.lifting import Lifting, run_lifted
 from curvax.layers.detection.program import (
@@ -30,6 +30,7 @@ from curvax.layers.detection.program import (
     Values,
     Variable,
     loop_lengths,
+    reached_from,
     trace_program,
 )
 from curvax.layers.detection.sites import ParamView, Site
@@ -123,7 +124,8 @@ class LocatedExamples:
         """At a layer that the user tags, with examples along an axis of its output."""
         shape, count = output.shape, self.examples.batch_size
         if not self.examples.is_known:
-            if self._loops[node] or shape[batch_axis : batch_axis + 1] != (count,):
+            is_trusted = not self._loops[node] and not self.examples.lost
+            if not is_trusted or shape[batch_axis : batch_axis + 1] != (count,):
                 return self._unknown(self.examples.lost or _NOT_KNOWN)
             return ExamplesAt.along_axis(count)
         rows = self._rows(output)
@@ -207,11 +209,17 @@ def _loops_around(program: Program, loops: tuple[Node, ...] = ()) -> dict[Node, 
 _NO_AXIS = ExamplesAt(unknown="what is tagged has no axis for them")
 
 
-def described(layers: Sequence[FoundLayer], located: LocatedExamples) -> list[FoundLayer]:
+def described(
+    layers: Sequence[FoundLayer], located: LocatedExamples, found: Interpreter
+) -> list[FoundLayer]:
     """The layers, with a description of each use."""
     lengths = loop_lengths(located.program)
 
     def use_of(layer: FoundLayer, site: Site | Match | Tagged) -> LayerUse:
+        views = site.views if isinstance(site, Match) else site.params
+        return _with_axes(_use_of(layer, site), found.params_of([x.operand for x in views]))
+
+    def _use_of(layer: FoundLayer, site: Site | Match | Tagged) -> LayerUse:
         loops = lengths[site.node]
         if isinstance(site, Site):
             return _use_of_site(layer.tag_name, site, loops, located.at_site(site))
@@ -224,24 +232,45 @@ def described(layers: Sequence[FoundLayer], located: LocatedExamples) -> list[Fo
     return [
         replace(
             layer,
-            uses=tuple(replace(use_of(layer, x), number=k) for k, x in enumerate(layer.sites)),
+            uses=tuple(
+                replace(use_of(layer, x), number=k, uncovered=layer.uncovered)
+                for k, x in enumerate(layer.sites)
+            ),
         )
         for layer in layers
     ]
 
 
-def tagged_uses(program: Program, params: Sequence[Variable]) -> list[TaggedUse]:
-    """The tags in a program, with descriptions that are about these parameters.
+def _with_axes(use: LayerUse, views: Sequence[ParamView | None]) -> LayerUse:
+    """The use with the axes of its operands, by which it is known again (`_use_of_tag`)."""
+    pairs = zip(use.params, views, strict=False)
+    return replace(
+        use,
+        params=tuple(
+            param if view is None else replace(param, axes=view.axes, scale=_scale_of(view))
+            for param, view in pairs
+        ),
+    )
 
-    Where a tag has none yet, its examples are along the first axis of its output.
-    """
+
+def _scale_of(view: ParamView) -> float | None:
+    return None if view.scale is None or _jax.is_tracer(view.scale) else float(view.scale)
+
+
+def tagged_uses(program: Program, params: Sequence[Variable]) -> list[TaggedUse]:
+    """The tags in a program, with descriptions that are about these parameters."""
     found = find_uses(program, params, is_tagged=True)
+    losses = [node for node in program.all_nodes() if is_loss(node)]
+    reached = reached_from(losses, program)
+    examples = find_examples(program, params, losses, reached) if losses else Examples()
+    located = LocatedExamples(program, examples)
     lengths = loop_lengths(program)
     uses: list[TaggedUse] = []
     for number, (node, views) in enumerate(found.explicit):
         tagged = Tagged(node, checked_params(node.name, views))
-        examples = _first_axis(node, lengths[node], tagged.params)
-        use = _use_of_tag(tagged, lengths[node], examples)
+        axis = _batch_axis(node.name, node.params)
+        at = located.at_tag(node, node.inputs[0], axis) if losses else _first_axis(node, axis)
+        use = _use_of_tag(tagged, lengths[node], at)
         uses.append(TaggedUse(node, replace(use, number=number)))
     return uses
 
@@ -296,12 +325,31 @@ def _use_of_tag(tagged: Tagged, lengths: Sequence[int], examples: ExamplesAt) ->
     node, views = tagged
     known: LayerUse | None = node.params.get("use")
     if known is not None:
+        _check_known(known, tagged)
         pairs = zip(known.params, views, strict=True)
         return replace(known, params=tuple(replace(own, index=view.param) for own, view in pairs))
     tag = node.equation.primitive
     shapes = [_shape(v.aval) for v in node.equation.invars]
     cut, end = tag.num_outputs, tag.num_outputs + tag.num_inputs
     return _custom(tag, node.params, views, lengths, examples, shapes[cut:end], shapes[:cut])
+
+
+def _check_known(use: LayerUse, tagged: Tagged) -> None:
+    """Check that a use that was tagged before is given parameters as it was found with."""
+    node, views = tagged
+    outputs = [v.aval.shape for v in node.equation.outvars]
+    as_before = outputs == [x.shape for x in use.outputs] and all(
+        (view.shape, view.cuts, view.axes, _scale_of(view))
+        == (own.shape, own.slices, own.axes, own.scale)
+        for own, view in zip(use.params, views, strict=True)
+    )
+    if not as_before:
+        raise ValueError(
+            f"curvax: a function whose layers are tagged (by auto_register_tags) is called with "
+            f"parameters that are cut, transposed or scaled, or inside of a loop or vmap, so that "
+            f"{node.name} says something else than what is done. Tag the function that is called "
+            f"from outside, with its own parameters, and call the untagged one in it."
+        )
 
 
 def _use_of_match(match: Match, lengths: Sequence[int], examples: ExamplesAt) -> LayerUse:
@@ -361,6 +409,12 @@ def _custom(
     """A use of which inputs, outputs and parameters are as the user tags them."""
     details: dict[str, Any] = {}
     if tag.name in (conv2d_tag.name, conv_tag.name):
+        if len(inputs[0].shape) != len(views[0].axes.shape):
+            raise ValueError(
+                f"curvax: {tag.name} was called with images {inputs[0].shape} and a kernel "
+                f"{views[0].axes.shape}, which must have as many axes. Inside of jax.vmap, where "
+                f"images have more, leave the tag out: convolutions are found there."
+            )
         details = convolution_arguments(constants, inputs[0].shape, views[0].axes.shape)
     if tag is scale_and_shift_tag:
         details = {name: constants.get(name, True) for name in ("has_scale", "has_shift")}
@@ -406,14 +460,10 @@ def _batch_axis(name: str, constants: dict[str, Any]) -> int:
     return 0
 
 
-def _first_axis(node: Node, lengths: Sequence[int], views: Sequence[ParamView]) -> ExamplesAt:
+def _first_axis(node: Node, axis: int) -> ExamplesAt:
+    """The examples of a tag in a program without losses, from which nothing is known of them."""
     shape = node.inputs[0].shape
-    shared = [length for length, own in zip(lengths, views[0].axes.looped, strict=True) if not own]
-    if not shape:
-        return _NO_AXIS
-    if any(length > 1 for length in shared):
-        return ExamplesAt(unknown="it is tagged inside of a loop, of which nothing is known")
-    return ExamplesAt.along_axis(shape[_batch_axis(node.name, node.params)], len(lengths))
+    return ExamplesAt.along_axis(shape[axis]) if len(shape) > axis else _NO_AXIS
 
 
 # Running a program with tags.
@@ -476,7 +526,7 @@ def _tag_param(x: Array, number: int) -> Array:
     use = GenericUse(
         generic_tag.name,
         generic_tag.name,
-        (ParamUse(number, shape),),
+        (ParamUse(number, shape, axes=Axes.of(shape)),),
         outputs=(jax.ShapeDtypeStruct(shape, jnp.result_type(x)),),
         examples=ExamplesAt.along_axis(shape[0]) if shape else _NO_AXIS,
     )
