@@ -104,7 +104,7 @@ class Rows:
 
     def with_dims(self, dims: Sequence[Sequence[Atom]]) -> "Rows":
         """With other axes."""
-        return replace(self, dims=tuple(map(_tidy, dims)))
+        return Rows(self.total, self.start, tuple(map(_tidy, dims)), self.loops)
 
     def part(self, axis: int, start: int, count: int) -> "Rows":
         """The examples from `start` on, along an axis that has all of them."""
@@ -485,20 +485,32 @@ def find_examples(
     sizes = {size for node in losses if (size := _num_rows(node)) is not None}
     batch_size = min(sizes, default=1)
     smaller = _smaller_batch(program, params, batch_size)
-    found: list[Examples] = []
-    assumptions = _assumptions(program, params, sizes, smaller)
-    for rows in itertools.islice(assumptions, _MOST_TRIALS):
+    assumptions: list[Assumption] = []
+    for rows in _assumptions(program, params, sizes, smaller):
+        if rows not in assumptions and len(assumptions) < _MOST_TRIALS:
+            assumptions.append(rows)
+    arrived: list[Examples] = []
+    apart: list[Examples] = []
+    likely: Examples | None = None
+    for rows in assumptions:
         trial = Examples(batch_size, True, dict(rows))
-        walk = _Walk(trial, set(params), reached)
-        walk.walk(program)
+        # Where one has only several rows for each example, no other problem is of interest.
+        walk = _Walk(trial, set(params), reached, stop_at_problem=bool(apart))
+        if rows or batch_size == 1:
+            walk.walk(program)
+        else:  # From no array, no examples arrive anywhere.
+            trial.unmarked = len(losses)
+        if trial.problem and apart:
+            continue
         if not trial.unmarked:
             _Demand(trial, walk.dependent).walk(program)
         if not trial.problem and not trial.unmarked:
             return trial
-        found.append(trial)
-    arrived = [trial for trial in found if not trial.unmarked]
-    apart = [trial for trial in arrived if not trial.problem.startswith(INTERACT)]
-    likely = found[0]
+        likely = likely or trial
+        if not trial.unmarked:
+            arrived.append(trial)
+            apart += [] if trial.problem.startswith(INTERACT) else [trial]
+    assert likely is not None
     interacting = [likely] if likely.problem.startswith(INTERACT) else []
     unknown = Examples(smaller, lost=likely.problem or likely.lost)
     # That the batch interacts is told, and not that another axis would have several rows.
@@ -532,9 +544,9 @@ def _assumptions(
     closed_over = _along_axis(list(constants), sizes, 0)
     if closed_over:
         yield from _with_fewer({**closed_over, **first})
-    yield {**first, **_along_axis(params, sizes, 0)}
-    yield _along_leading_axes(data, sizes)  # Rows of losses for all positions of all examples.
     yield _along_axis(data, {smaller}, 0)
+    yield _along_leading_axes(data, sizes)  # Rows of losses for all positions of all examples.
+    yield {**first, **_along_axis(params, sizes, 0)}
 
 
 def _with_fewer(rows: dict[Operand, Rows]) -> Iterator[Assumption]:
@@ -590,9 +602,12 @@ class _Walk:
     loop: Node | None = None
     """The innermost loop around."""
     around: tuple[Node, ...] = ()
+    stop_at_problem: bool = False
 
     def walk(self, program: Program) -> None:
         for node in program.nodes:
+            if self.found.problem and self.stop_at_problem:
+                return
             self._visit(node)
 
     def _visit(self, node: Node) -> None:
@@ -855,7 +870,7 @@ class _Walk:
             self.numbers[node.outputs[0]] = np.asarray(False)
             return
         operation = _INTEGERS.get(node.name)
-        if operation is None or any(np.prod(out.shape) != 1 for out in node.outputs):
+        if operation is None or any(math.prod(out.shape) != 1 for out in node.outputs):
             return
         values = [self._number(operand) for operand in node.inputs]
         if values and all(value is not None for value in values):

@@ -8,6 +8,7 @@ once, in one place, so that it says which value is meant in the whole of a progr
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -53,7 +54,7 @@ class Node:
     outputs: Sequence[Variable]
     body: "Program | None" = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the operation."""
         return _jax.operation_name(self.equation)

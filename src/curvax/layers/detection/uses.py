@@ -462,8 +462,6 @@ class Interpreter:
         elif any(view is not None for view in views):
             transfer = TRANSFER.get(node.name, _unknown)
             self._record(node, views, transfer(self, node, views))
-        elif node.kind == "plain":
-            self._compute(node)
 
     def _record(self, node: Node, views: Views, result: Result) -> None:
         if isinstance(result, str):
@@ -493,7 +491,8 @@ class Interpreter:
 
     def replace_site(self, old: Site, new: Site) -> None:
         """Put a use in the place of another."""
-        for met in self.uses.values():
+        for param in {view.param for view in old.params}:
+            met = self.uses[param]
             met[:] = [replace(each, site=new) if each.site is old else each for each in met]
         if not self._differs(new):
             self.doubtful.add(new)
@@ -586,21 +585,33 @@ class Interpreter:
 
     # What is known of values.
 
-    def _compute(self, node: Node) -> None:
-        """Compute what an operation puts out, if that is small and depends on constants only."""
-        values = [self.number(operand) for operand in node.inputs]
-        if any(value is None for value in values) or not all(map(_is_small, node.outputs)):
-            return
-        outputs = _jax.run_now(node.equation, values)
-        if outputs is not None:
-            self.numbers.update(zip(node.outputs, outputs, strict=True))
-
     def number(self, operand: Operand) -> Any:
-        """The value of an operand, if that is known and small."""
+        """Return the value of an operand if it is small and depends on constants only."""
         if isinstance(operand, Constant):
             known = not operand.shape or _is_integer(jnp.result_type(operand.value))
             return operand.value if known and math.prod(operand.shape) <= _SMALL else None
+        for node in self._constants_before(operand):
+            outputs = _jax.run_now(node.equation, [self.number(x) for x in node.inputs])
+            if outputs is None:
+                return None
+            self.numbers.update(zip(node.outputs, outputs, strict=True))
         return self.numbers.get(operand)
+
+    def _constants_before(self, operand: Operand) -> list[Node]:
+        """The nodes that compute an operand from small constants; none if it depends on more."""
+        nodes: set[Node] = set()
+        pending = [operand]
+        while pending:
+            x = pending.pop()
+            if x in self.numbers or (isinstance(x, Constant) and self.number(x) is not None):
+                continue
+            node = self.made_by.get(x)
+            if node is None or node.kind != "plain" or not all(map(_is_small, node.outputs)):
+                return []
+            if node not in nodes:
+                nodes.add(node)
+                pending += node.inputs
+        return sorted(nodes, key=self.order.__getitem__)
 
     def is_constant(self, operand: Operand) -> bool:
         """Whether a value is known to be the same for all examples."""
