@@ -247,8 +247,8 @@ class ShardState:
         refused: for each block how many batches were refused.
     """
 
-    factors: dict[str, Array]
-    cache: dict[str, dict[str, Array]]
+    factors: dict[str, PyTree]
+    cache: dict[str, dict[str, PyTree]]
     weight: Any
     refused: Any
 
