@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
@@ -36,7 +37,7 @@ from curvax.memory.compiled import Objective
 def gauss_newton(
     f: Fun,
     x: PyTree,
-    weight: Array | Callable[[PyTree], PyTree] | None = None,
+    weight: ArrayLike | Callable[[PyTree], PyTree] | None = None,
     nbatches: int = 1,
     jit: bool = True,
     checkpoint: bool = False,
