@@ -18,7 +18,8 @@ import pytest
 import curvax
 
 KEYWORDS = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-CONTRACT = json.loads((Path(__file__).parent / "contract.json").read_text())
+TEXT = (Path(__file__).parent / "contract.json").read_text()
+CONTRACT = json.loads(TEXT)
 
 
 def signature_differences(function, expected: list[tuple[str, str | None]]) -> list[str]:
@@ -87,3 +88,7 @@ def test_name_keeps_its_contract(name):
 def test_a_departure_from_the_contract_is_noticed(function, difference):
     found = signature_differences(function, [("f", None), ("size", "1")])
     assert found == ([difference] if difference else [])
+
+
+def test_the_contract_can_be_reviewed_line_by_line():
+    assert max(map(len, TEXT.splitlines())) <= 100
