@@ -1,13 +1,14 @@
-"""The strict configuration every test runs under.
+"""The strict configuration every test runs under, on eight virtual devices.
 
 Float64, so that results can be compared with their oracles to rounding. No implicit promotion of
 types or of ranks, so that a mixed-up dtype or a forgotten axis is an error. Warnings are errors
 (`pyproject.toml`), and every annotated function of curvax checks its arguments while it is tested.
+There are eight devices, of which `helpers.mesh_of` makes meshes; without a mesh, programs run on
+the first. Only tests of several processes, of environments and of imports start processes.
 """
 
-import inspect
 import os
-import re
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -16,6 +17,7 @@ import jax
 import jaxtyping
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,6 +36,11 @@ COMPILED_QUICKLY = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # Later versions have no other way to compile fusions.
     COMPILED_QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+# The number of programs that were compiled, and seconds: of compiling, and of running tests.
+SPENT = {"programs": 0, "compiling": 0.0, "running": 0.0}
+STARTED = time.monotonic()
+
 
 def is_thorough(config):
     return config.getoption("--hypothesis-profile") == "thorough"
@@ -44,6 +51,35 @@ def pytest_configure(config):
     flags = os.environ.get("XLA_FLAGS", "")
     if not is_thorough(config) and COMPILED_QUICKLY not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {COMPILED_QUICKLY}"
+    jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+def _note_compilation(event, duration, **_):
+    if event == COMPILATION:
+        SPENT["programs"] += 1
+        SPENT["compiling"] += duration
+
+
+def pytest_collection_modifyitems(items):
+    """Reject the mark `optimised` on a single test: programs are shared within a module."""
+    for item in items:
+        if any(mark.name == "optimised" for mark in item.own_markers):
+            raise pytest.UsageError(f"{item.nodeid}: mark the module as optimised (pytestmark)")
+
+
+def pytest_sessionfinish(session):
+    """Report the time of a worker to the process that started it."""
+    is_controller = session.config.getoption("numprocesses", None)
+    if not is_controller:
+        SPENT["running"] = time.monotonic() - STARTED
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["spent"] = SPENT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for name, spent in getattr(node, "workeroutput", {}).get("spent", {}).items():
+        SPENT[name] += spent
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -66,12 +102,23 @@ def unchecked():
 
 
 @pytest.fixture
+def jax_defaults():
+    """JAX's default configuration: single precision, and promotion of dtypes and ranks."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+@pytest.fixture
 def compilations():
     """A list that grows by one with each compilation."""
     seen = []
 
     def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == COMPILATION:
             seen.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -83,12 +130,12 @@ def compilations():
 def _forget_compiled_programs(request):
     """Keep memory flat: property tests leave hundreds of compiled programs behind.
 
-    Most of the time goes into compiling programs that are run once. Only where memory is measured
-    is their machine code optimised as it is for users, if all tests are wanted.
+    Most of the time goes into compiling programs that are run once. Only in modules marked
+    `optimised`, which measure memory, is their machine code optimised as it is for users, if all
+    tests are wanted.
     """
-    measures = re.search("memory|temporaries", inspect.getsource(request.module))
-    quickly = not (measures and is_thorough(request.config))
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    is_optimised = request.node.get_closest_marker("optimised") and is_thorough(request.config)
+    jax.config.update("jax_disable_most_optimizations", not is_optimised)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
@@ -107,7 +154,12 @@ def _measure_what_users_have():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what the documentation tests executed, and which examples they did not."""
+    """Say what took the time, what the documentation tests executed and what they did not."""
+    programs, compiling, running = SPENT.values()
+    terminalreporter.write_line(
+        f"{programs} programs were compiled in {compiling:.0f} s, {compiling / max(running, 1):.0%}"
+        f" of the {running:.0f} s of all workers (processes that tests start are not counted)"
+    )
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     notes = [
         note for report in reports for key, note in report.user_properties if key == "documentation"

@@ -10,13 +10,20 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+
+def mesh_of(count: int, kind: AxisType = AxisType.Auto, name: str = "data") -> Mesh:
+    """A mesh of the first `count` of the eight devices that tests have, with one axis."""
+    return Mesh(np.array(jax.devices()[:count]), (name,), axis_types=(kind,))
 
 
 def key(seed: int = 0) -> jax.Array:
@@ -29,22 +36,9 @@ def as_users_run() -> dict[str, str]:
     return others | {"JAX_PLATFORMS": "cpu"}
 
 
-def run_on_devices(program: Path, count: int, *arguments: str) -> str:
-    """What a program prints that runs with so many devices, if it does not fail.
-
-    JAX fixes their number when it starts, so it is a process of its own.
-    """
-    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
-    run = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1800,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+def slow_but(quick: Collection[tuple[Any, ...]], *case: Any) -> Any:
+    """A case of `parametrize` that is slow unless it is one of the quick ones."""
+    return pytest.param(*case, marks=[] if case in quick else pytest.mark.slow)
 
 
 @contextlib.contextmanager
@@ -204,7 +198,7 @@ BUFFERS_OF_USERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__
 
 
 def temporaries(fun: Callable[..., Any], *args: Any) -> int:
-    """The bytes a compiled function needs beside its arguments and results."""
+    """The bytes a compiled function needs besides its arguments and results."""
     compiled = jax.jit(fun).lower(*args).compile(BUFFERS_OF_USERS)
     return compiled.memory_analysis().temp_size_in_bytes
 

@@ -1,6 +1,6 @@
 """What `benchmarks/scaling.py` predicts from shapes is what compiled programs do."""
 
-import json
+import itertools
 import sys
 from pathlib import Path
 
@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import run_on_devices
+from helpers import slow_but
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SIDE = BENCHMARKS / "_scaling_side.py"
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    """The modules of the benchmark can be imported."""
+@pytest.fixture(autouse=True)
+def _benchmarks_can_be_imported(monkeypatch, jax_defaults):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in [name for name in sys.modules if name.startswith(("_scaling", "_flops"))]:
@@ -24,24 +22,25 @@ def benchmarks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "counts", "plans"),
+    ("model", "count", "plan"),
     [
-        ("transformer", "8", "split"),
-        pytest.param("transformer", "2,4", "replicated,shared,split", marks=pytest.mark.slow),
-        pytest.param("resnet", "2,4,8", "replicated,shared,split", marks=pytest.mark.slow),
+        slow_but([("transformer", 8, "split")], *case)
+        for case in itertools.product(
+            ("transformer", "resnet"), (2, 4, 8), ("replicated", "shared", "split")
+        )
     ],
 )
-def test_devices_send_and_keep_what_is_predicted(model, counts, plans):
+def test_devices_send_and_keep_what_is_predicted(model, count, plan):
     """To the byte: operands of collective operations, and the state on a device."""
-    found = json.loads(run_on_devices(SIDE, 8, model, counts, plans))
-    assert len(found) == len(counts.split(",")) * len(plans.split(","))
-    for each in found:
-        assert each["found"], each
-        assert each["found"] == each["predicted"], each
-        assert each["found state"] == each["predicted state"], each
+    from _scaling_side import MODELS, compare
+
+    found = compare(MODELS[model], plan, count)
+    assert found["found"]
+    assert found["found"] == found["predicted"]
+    assert found["found state"] == found["predicted state"]
 
 
-def test_products_are_counted_as_the_compiler_does(benchmarks):
+def test_products_are_counted_as_the_compiler_does():
     """Matrices, and convolutions with padding, strides and dilation, with their gradients."""
     from _flops import flops
 
@@ -61,7 +60,7 @@ def test_products_are_counted_as_the_compiler_does(benchmarks):
         assert ours <= whole <= 1.1 * ours  # Sums, which we leave out, are the rest.
 
 
-def test_the_body_of_a_loop_counts_as_often_as_it_runs(benchmarks):
+def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     from _flops import flops
 
     w = jax.ShapeDtypeStruct((7, 3, 3), jnp.float32)
@@ -72,7 +71,7 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs(benchmarks):
         flops(lambda x, w: jax.lax.while_loop(lambda _: True, lambda x: x @ w[0], x), x, w)
 
 
-def test_the_models_have_the_sizes_that_they_are_said_to_have(benchmarks):
+def test_the_models_have_the_sizes_that_they_are_said_to_have():
     from _scaling_models import resnet, transformer
 
     assert resnet((3, 4, 6, 3), 64, 224, 1000).num_params == 25_557_032

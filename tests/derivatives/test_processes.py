@@ -21,20 +21,32 @@ def run(folder, count, *checks, devices=1):
     return run_processes(PROGRAM, count, str(folder), *checks, devices=devices)
 
 
-def test_two_processes_compute_what_one_computes(tmp_path):
-    """To one store and in memory, on four devices; and one process by itself."""
-    written = run(tmp_path, 2, "store", "memory", "alone", devices=2)
-    sizes = [re.findall(r"sizes \[(\d+)\]", text) for text in written]
-    assert sizes[0] == sizes[1]
-    assert sizes[0][0] == "2"  # What fits the budget of the first, and not that of the other.
+class TestTwoProcesses:
+    """With two devices each."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def written(cls, tmp_path_factory):
+        return run(tmp_path_factory.mktemp("results"), 2, "store", "memory", "alone", devices=2)
+
+    @pytest.mark.parametrize("check", ["store", "memory", "alone"])
+    def test_results_are_those_of_one(self, written, check):
+        """In one store, in memory, and in one process by itself."""
+        assert [f"{check} done" in text for text in written] == [True, True]
+
+    def test_sizes_fit_the_budget_of_the_first(self, written):
+        """And not that of the other."""
+        sizes = [re.findall(r"sizes \[(\d+)\]", text) for text in written]
+        assert sizes[0] == sizes[1]
+        assert sizes[0][0] == "2"
 
 
-def test_processes_that_disagree_are_told(tmp_path):
+def test_processes_that_disagree_all_raise(tmp_path):
     run(tmp_path, 2, "disagreement")
 
 
 @pytest.mark.slow
-def test_three_processes_that_disagree_are_told(tmp_path):
+def test_three_processes_that_disagree_all_raise(tmp_path):
     run(tmp_path, 3, "disagreement")
 
 

@@ -1,4 +1,4 @@
-"""Print the jaxpr and the HLO of maps. Run by `test_program.py` with one device and with eight."""
+"""The jaxpr and the HLO of maps, printed; run by `test_program.py` with one device."""
 
 import sys
 
@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import curvax
 from curvax import AccumulationType
 
-X = jnp.linspace(-1.0, 1.0, 64).reshape(16, 4)
-
 
 def maps():
     for kind in AccumulationType:
@@ -17,10 +15,17 @@ def maps():
             yield curvax.micro_vmap(jnp.sin, microbatch_size=4, accumulator=kind, order=order)
     yield curvax.chunked_vmap(jnp.sin, 4)
     yield curvax.microbatch(jnp.sin, 0, 4)
-    yield curvax.micro_grad(lambda w, x: jnp.sum(jnp.sin(w * x)), microbatch_size=4)
+    micro_grad = curvax.micro_grad(lambda w, x: jnp.sum(jnp.sin(w * x[0])), microbatch_size=4)
+    yield lambda x: micro_grad(jnp.ones(4), x)
 
 
-for fun in maps():
-    mapped = fun if fun.__name__ != "<lambda>" else lambda x, fun=fun: fun(jnp.ones(4), x)
-    traced = jax.jit(mapped).trace(X)
-    sys.stdout.write(f"{traced.jaxpr}\n{traced.lower().as_text()}\n")
+def program_text():
+    x = jnp.linspace(-1.0, 1.0, 64).reshape(16, 4)
+    traced = [jax.jit(fun).trace(x) for fun in maps()]
+    return "".join(f"{each.jaxpr}\n{each.lower().as_text()}\n" for each in traced)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    assert len(jax.devices()) == 1
+    sys.stdout.write(program_text())

@@ -30,7 +30,8 @@ def cnn(params, images):
 
 def cnn_loss(params, batch):
     images, labels = batch
-    logits = cnn(params, images)
+    with jax.numpy_rank_promotion("allow"):
+        logits = cnn(params, images)
     curvax.register_categorical_predictive_distribution(logits, labels)
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
 
@@ -68,7 +69,8 @@ def transformer(params, tokens):
 
 
 def transformer_loss(params, tokens):
-    logits = transformer(params, tokens[:, :-1]).reshape(-1, TOKENS)
+    with jax.numpy_rank_promotion("allow"):
+        logits = transformer(params, tokens[:, :-1]).reshape(-1, TOKENS)
     targets = tokens[:, 1:].reshape(-1)
     curvax.register_categorical_predictive_distribution(logits, targets)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)

@@ -1,15 +1,16 @@
 """The gradient transformations: equal to the optimizer, pure, and good neighbours in a chain."""
 
-from pathlib import Path
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import curvax
-from helpers import assert_same, run_on_devices
+from helpers import assert_same, mesh_of
 from optimizer.problems import ADAPTIVE, VALUES, loss, make, make_batch, make_params, train
 
 EXACT = {"estimation_mode": "ggn_exact"}
@@ -120,7 +121,7 @@ def test_gradients_that_are_not_finite_become_zero():
     assert float(after.estimator_state.blocks_states[0].inputs_factor.weight) == 0
 
 
-def test_what_a_restored_state_makes_not_finite_becomes_zero():
+def test_updates_that_a_restored_state_makes_infinite_become_zero():
     transformation = curvax.scale_by_kfac(loss, make_batch(), **EXACT)
     params = make_params()
     spoil = lambda x: x * jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -149,7 +150,7 @@ def test_a_scan_of_updates_and_shapes_for_a_batch():
     assert_same(found, run(transformation, 4)[0], 1e-9, 1e-10)
 
 
-def test_what_is_missing_or_wrong_is_said():
+def test_missing_and_wrong_arguments_are_rejected():
     params, batch = make_params(), make_batch()
     gradient = jax.grad(loss)(params, batch)
     for make_one in (curvax.kfac, curvax.scale_by_kfac):
@@ -175,8 +176,35 @@ def test_without_optax_it_says_what_to_install(monkeypatch):
         curvax.kfac(loss, make_batch(), 0.1)
 
 
-def test_devices_that_share_a_batch_compute_what_one_does():
-    run_on_devices(Path(__file__).parent / "device_programs.py", 2)
+def steps(transformation, axis_name, params, batches):
+    """The parameters after a step for each batch."""
+    state = transformation.init(params)
+    for batch in batches:
+        if axis_name is None:
+            gradient = jax.grad(loss)(params, batch)
+        else:
+            own = jax.tree.map(lambda x: jax.lax.pcast(x, axis_name, to="varying"), params)
+            gradient = jax.lax.pmean(jax.grad(loss)(own, batch), axis_name)
+        updates, state = transformation.update(gradient, state, params, batch=batch)
+        params = jax.tree.map(jnp.add, params, updates)
+    return params
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids="check_vma={}".format)
+@pytest.mark.parametrize("name", ["scale_by_kfac", "kfac"])
+def test_steps_under_shard_map_are_those_of_one_device(name, check_vma):
+    """On two devices, each with half of the batch."""
+    values = {"damping": 0.05} if name == "scale_by_kfac" else VALUES
+    options = values | {"estimation_mode": "ggn_exact", "curvature_update_period": 2}
+    batches = [make_batch(n) for n in range(3)]
+    alone = getattr(curvax, name)(loss, batches[0], **options)
+    expected = steps(alone, None, make_params(), batches)
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct((6, *x.shape[1:]), x.dtype), batches[0])
+    transformation = getattr(curvax, name)(loss, half, axis_name="data", **options)
+    run = functools.partial(steps, transformation, "data")
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(run, mesh=mesh_of(2), check_vma=check_vma, **specs)
+    assert_same(jax.jit(mapped)(make_params(), batches), expected, 1e-8, 1e-10)
 
 
 def test_parameters_of_half_precision_stay_so():
@@ -191,7 +219,7 @@ def test_parameters_of_half_precision_stay_so():
 
 
 @pytest.mark.parametrize("name", ["momentum", "damping"])
-def test_a_schedule_of_what_is_adaptive_is_refused(name):
+def test_a_schedule_of_an_adaptive_value_is_rejected(name):
     values = {"learning_rate": 0.1, "momentum": 0.9, "damping": 1.0, name: lambda step: 0.5}
     adaptive = {f"use_adaptive_{name}": True}
     with pytest.raises(ValueError, match="contradict each other"):
