@@ -207,6 +207,76 @@ def test_the_map_for_contributors_is_that_of_the_tree():
     assert {name for name in mapped if not (PACKAGE.parents[1] / name).is_dir()} == here
 
 
+TESTS = Path(__file__).parent
+# Tests speak the public API, or that of a package. The private names that they use nevertheless.
+PRIVATE_IN_TESTS = {
+    "conftest.py": {"curvax._jax": "measured programs are compiled as users compile them"},
+    "curvature/linalg/test_finite.py": {"curvax._cpu.all_finite": "a workaround is tested alone"},
+    "curvature/linalg/test_plain.py": {
+        "curvax._cpu": "workarounds are switched off",
+        "curvax._jax": "equations are read in the same way for all versions of JAX",
+    },
+    "curvature/linalg/test_symmetric.py": {
+        "curvax._cpu": "tiles are made small",
+        "curvax._cpu.inverse_root": "a workaround is tested alone",
+        "curvax._cpu.positive_inverse": "a workaround is tested alone",
+        "_cpu._plain_positive_inverse": "both formulations are tested",
+    },
+    "derivatives/test_compilation.py": {
+        "compiled._executables": "what is kept is counted",
+        "compiled._executables._entries": "what is kept is counted",
+    },
+    "loops/test_loop_memory.py": {
+        "curvax._jax": "scans are read in the same way for all versions of JAX"
+    },
+    "loops/test_sliced_scan.py": {
+        "curvax.loops.sliced_scan._Kept": "all slices of all lengths, without compiling"
+    },
+    "losses/test_losses.py": {"loss._weight": "an assignment that is rejected"},
+    "losses/test_register_loss.py": {"function_loss._tags": "what is kept is counted"},
+    "maps/test_plan.py": {"curvax._slicing.Column": "rows of a chunk may be strided"},
+    "memory/test_available.py": {"curvax.memory.budget._of_host": "files below another root"},
+    "memory/test_cache.py": {"cache._entries": "what is kept is counted"},
+    "memory/test_usage.py": {"curvax._jax": "the same compiler option as for users"},
+    "test_errors.py": {
+        "curvax._errors.check_size": "a check without a public caller",
+        "curvax._errors.where": "a name without a public caller",
+    },
+}
+# Of named tuples, and of the system.
+PUBLIC_NEVERTHELESS = {"_replace", "_fields", "_asdict", "_exit"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_NEVERTHELESS
+
+
+def private_uses(tree: ast.Module) -> Iterator[str]:
+    """The private names of curvax that a test imports, and the private attributes that it reads."""
+    for _, name in imports(tree, []):
+        if name.startswith("curvax.") and any(map(is_private, name.split("."))):
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()"):
+                yield f"{owner}.{node.attr}"
+
+
+def test_tests_use_no_private_names_but_those_listed():
+    found = {
+        path.relative_to(TESTS).as_posix(): set(private_uses(ast.parse(path.read_text())))
+        for path in TESTS.rglob("*.py")
+    }
+    listed = {path: set(reasons) for path, reasons in PRIVATE_IN_TESTS.items()}
+    assert {path: names for path, names in found.items() if names} == listed
+
+
+def test_private_uses_are_found():
+    source = "from curvax import _jax, hessian\nhessian._f(x._replace())"
+    assert [*private_uses(ast.parse(source))] == ["curvax._jax", "hessian._f"]
+
+
 def write_package(root: Path, modules: dict[str, str]) -> Path:
     for name, source in modules.items():
         path = root / "curvax" / name
