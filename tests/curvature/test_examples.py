@@ -56,7 +56,7 @@ EXACT = [
     [pytest.param(*case, marks=[] if k < 6 else pytest.mark.slow) for k, case in enumerate(EXACT)],
     ids=[f"{f.__name__}, {mapped}, {c} of {n}" for f, mapped, c, n, _ in EXACT],
 )
-def test_examples_that_are_run_by_loops_are_told_apart(function, mapped, chunk, size, ctors):
+def test_examples_in_loops_are_distinguished(function, mapped, chunk, size, ctors):
     assert verdict(of_examples(function, mapped, chunk), batch(size), ctors) == "exact"
 
 
@@ -75,7 +75,7 @@ FEW = settings(max_examples=2 if MOST <= 6 else MOST)
 )
 @example(TWICE, "strided", 2, 4, FULL)
 @example(RECURRENT, "shuffled", 1, 3, DIAGONAL)
-def test_however_examples_are_run_blocks_are_exact_or_refuse(function, mapped, chunk, size, ctors):
+def test_however_examples_run_blocks_are_exact_or_rejected(function, mapped, chunk, size, ctors):
     if mapped in ("chunked_vmap", "chunked_vmap, checkpointed") or size >= chunk:
         verdict(of_examples(function, mapped, min(chunk, size)), batch(size), ctors)
 
@@ -139,7 +139,7 @@ def test_models_whose_examples_stay_apart(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_blocks_refuse(name):
+def test_models_that_blocks_reject(name):
     ctors = FULL if REFUSED.index(name) % 2 else DIAGONAL
     model, size, positions, why = WHOLE[name]
     args = PARAMS, batch(size, positions)
@@ -152,7 +152,7 @@ def test_models_that_blocks_refuse(name):
 @given(st.sampled_from(sorted(WHOLE)), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @example("merged", 2, 1, True)
 @example("merged and split otherwise", 2, 2, True)
-def test_whatever_a_model_does_blocks_are_exact_or_refuse(name, size, positions, full):
+def test_whatever_a_model_does_blocks_are_exact_or_rejected(name, size, positions, full):
     model = models.with_size_written_out(size) if "written out" in name else WHOLE[name][0]
     verdict(model, batch(size, positions), FULL if full else DIAGONAL)
 
@@ -176,7 +176,7 @@ class TestWhatIsSaid:
             curvax.explain_registration(loss_of(model), args, strict=True)
 
     @pytest.mark.parametrize("mode", ["fisher_gradients", "fisher_empirical", "ggn_curvature_prop"])
-    def test_blocks_refuse_in_all_modes(self, mode):
+    def test_blocks_reject_in_all_modes(self, mode):
         with pytest.raises(ValueError, match="cannot be followed through `scan`"):
             estimated(models.mapped_tokens, batch(4), FULL, mode)
 
@@ -232,6 +232,7 @@ class TestByDefault:
     def test_kronecker_factors_of_interacting_examples(self):
         _, remarks = self.remarks(models.centred, batch(3))
         independent = "gradients of different ones are taken to be independent"
+        assert remarks
         assert all(
             said == (f"examples interact, by `reduce_sum`: {independent}",)
             for said in remarks.values()
@@ -239,6 +240,7 @@ class TestByDefault:
 
     def test_nothing_is_said_where_all_is_known(self):
         _, remarks = self.remarks(models.attention, batch(3))
+        assert remarks
         assert not any(remarks.values())
 
     def test_an_optimizer_trains_a_model_of_tokens(self):

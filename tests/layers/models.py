@@ -356,6 +356,7 @@ SPELLINGS += [
         {"s": jnp.asarray(1.5), "t": jnp.asarray(0.5)},
         X,
         SCALE,
+        layers=2,
     ),
     Spelling(
         "a number that scales and shifts",

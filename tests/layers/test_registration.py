@@ -1,4 +1,4 @@
-"""What registering does beside finding layers: tags by hand, patterns, options, and errors."""
+"""Registration besides finding layers: tags by hand, patterns, options, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class TestByHand:
         f = lambda p, x: jnp.sum(register(x @ curvax.register_generic(p["w"])) ** 2)
         assert tags(f, {"w": W}) == {"w": "generic_tag"}
 
-    def test_something_else_than_a_parameter_is_refused(self):
+    def test_registering_an_array_that_is_no_parameter_is_rejected(self):
         def f(p, x):
             w = jnp.sin(p["w"])
             return jnp.sum(register(curvax.register_dense(x @ w, x, w)) ** 2)
@@ -65,7 +65,7 @@ class TestByHand:
             tags(f, {"w": W})
 
     @pytest.mark.parametrize("is_whole", [False, True])
-    def test_a_parameter_twice_is_refused(self, is_whole):
+    def test_a_parameter_twice_is_rejected(self, is_whole):
         def tagged(p, x):
             if is_whole:
                 y = biased(x * jnp.broadcast_to(p["w"], x.shape), p["w"])
@@ -145,7 +145,7 @@ ROW = {"w": W, "b": B[None]}
 
 
 class TestPatterns:
-    def test_a_pattern_of_ones_own_comes_first(self):
+    def test_user_supplied_patterns_come_first(self):
         patterns = (squared_pattern(), *DEFAULT_GRAPH_PATTERNS)
         found = tags(squared, ROW, graph_patterns=patterns)
         assert found == {"w": "squared_tag", "b": "squared_tag"}
@@ -186,7 +186,7 @@ class TestPatterns:
         expected = 2 * rows.T @ rows / len(X)
         assert_same(estimator.to_dense_matrix(state), expected, 1e-10, 1e-10)
 
-    def test_they_refuse_what_is_not_linear(self):
+    def test_they_reject_patterns_that_are_not_linear(self):
         estimator = curvax.BlockDiagonalCurvature(
             squared,
             layer_tag_to_block_ctor={"squared": curvax.Full},
@@ -217,7 +217,7 @@ class TestPatterns:
         names = [eqn.primitive.name for eqn in jax.make_jaxpr(tagged)(ROW, X).jaxpr.eqns]
         assert names.index("div") < names.index("squared_tag")
 
-    def test_what_is_computed_otherwise_does_not_match(self):
+    def test_another_computation_does_not_match(self):
         f = lambda p, x: jnp.sum(register((x @ p["w"] + p["b"]) ** 3))
         found = tags(f, ROW, graph_patterns=(squared_pattern(),))
         assert found == {"w": "generic_tag", "b": "generic_tag"}
@@ -240,14 +240,15 @@ class TestPatterns:
         x, params = pattern.example_args
         f = lambda p, x: jnp.sum(register(pattern.compute_func(x, p)) ** 2)
         as_64 = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-        found = lambda **options: {
-            row.tag for row in explain_registration(f, (as_64(params), as_64(x)), **options).rows
-        }
+        rows = lambda **options: explain_registration(f, (as_64(params), as_64(x)), **options).rows
         with jax.numpy_rank_promotion("allow"):
-            assert found() == {pattern.tag_primitive.name}
-            skipped = found(patterns_to_skip=[pattern.name])
-        together = len(params) == 2
-        assert skipped != {pattern.tag_primitive.name} or together
+            found, skipped = rows(), rows(patterns_to_skip=[pattern.name])
+        assert {row.tag for row in found} == {pattern.tag_primitive.name}
+        assert len({row.layer for row in found}) == 1
+        # Without the pattern, a single parameter is generic, and two are layers of their own.
+        apart = [pattern.tag_primitive.name, "scale_and_shift_tag"]
+        assert [row.tag for row in skipped] == (["generic_tag"] if len(params) == 1 else apart)
+        assert len({row.layer for row in skipped}) == len(params)
 
     def test_a_skipped_bias_is_a_shift(self):
         found = tags(dense, patterns_to_skip=["dense_with_bias"])
@@ -284,7 +285,7 @@ def test_a_weight_decay_is_no_use():
     assert tags(f) == {"w": "dense_tag", "b": "dense_tag"}
 
 
-def test_a_loss_inside_of_a_loop():
+def test_a_loss_inside_a_loop():
     def f(p, x):
         def step(carry, x):
             y = register(x[None] @ p["w"])
@@ -332,7 +333,7 @@ class TestErrors:
         with pytest.raises(RegistrationError, match="registers no loss"):
             auto_register_tags(lambda p, x: jnp.sum(x @ p["w"]), ({"w": W}, X))
 
-    def test_a_loss_inside_of_cond(self):
+    def test_a_loss_inside_cond(self):
         def f(p, x):
             y = x @ p["w"]
             return jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(register(y)), lambda: jnp.sum(y))
@@ -381,7 +382,7 @@ WRAPPED = {
 
 
 class TestWhatNoLossDependsOn:
-    """It is not looked at, also inside of what the losses depend on."""
+    """It is not looked at, also inside what the losses depend on."""
 
     @staticmethod
     def loss(w, x):
@@ -445,7 +446,7 @@ class TestTagsThatCannotBeUsed:
             explain_registration(f, (W, X))
 
     @pytest.mark.parametrize("what", ["layer", "loss"])
-    def test_inside_of_derivatives_of_their_own(self, what):
+    def test_inside_custom_derivatives(self, what):
         @jax.custom_vjp
         def own(x, w):
             return curvax.register_dense(x @ w, x, w) if what == "layer" else register(x @ w)
@@ -469,7 +470,7 @@ class TestWhatATagDoesNotCover:
         with pytest.raises(RegistrationError, match="not covered by the layer"):
             explain_registration(f, ({"w": W}, X), strict=True)
 
-    def test_a_value_inside_of_a_pattern(self):
+    def test_a_value_inside_a_pattern(self):
         pattern = squared_dense()
 
         def f(p, x):
@@ -513,7 +514,7 @@ def test_a_generic_tag_by_hand():
     assert_same(layer["params_tangents"][0], X.T @ (X @ W), 1e-12, 1e-12)
 
 
-def test_what_is_computed_from_constants_is_no_tracer():
+def test_functions_of_constants_are_no_tracers():
     f = lambda p, x: register(x @ (p["w"] / jnp.sqrt(jnp.asarray(3.0))))
     tagged = auto_register_tags(f, ({"w": W}, X))
     first = jax.jit(tagged)({"w": W}, X[:3])
