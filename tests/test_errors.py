@@ -63,7 +63,7 @@ def test_the_public_class_of_a_subclass_is_named():
         Own(None, l2_reg=0.0)
 
 
-def test_a_configuration_that_is_replaced_is_the_optimizer_s():
+def test_replacing_a_configuration_names_the_optimizer():
     optimizer = curvax.Optimizer(jax.value_and_grad(jnp.sum), l2_reg=0.0)
     with named("Optimizer"):
         optimizer.l2_reg = -1.0

@@ -175,13 +175,13 @@ def test_it_can_be_annotated():
     [[1], {"a": 1}, {1}, (1, [2]), bytearray(b"a"), jnp.ones(2), slice([])],
     ids=lambda value: type(value).__name__,
 )
-def test_an_unhashable_value_is_refused(value):
+def test_an_unhashable_value_is_rejected(value):
     words = rf"curvax\.Static: the value must be hashable.*; got {type(value).__name__} .*tuple"
     with pytest.raises(TypeError, match=rf"(?s){words}"):
         Static(value)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_array_that_is_being_traced_is_refused():
+def test_an_array_that_is_being_traced_is_rejected():
     with pytest.raises(TypeError, match=r"must be hashable.*pass arrays as ordinary leaves"):
         jax.jit(lambda x: Static(x))(1.0)

@@ -24,7 +24,7 @@ def import_on(version):
     )
 
 
-def test_a_jax_that_is_too_old_is_refused_with_what_to_do():
+def test_a_jax_that_is_too_old_is_rejected_with_a_remedy():
     run = import_on((0, 9, 2))
     assert run.returncode != 0
     assert run.stderr.strip().splitlines()[-1] == (

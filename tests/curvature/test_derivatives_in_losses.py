@@ -98,7 +98,7 @@ def test_every_use_is_covered(laplacian):
 
 
 @each_laplacian
-def test_the_function_and_its_gradient_are_what_they_were(laplacian):
+def test_tags_do_not_change_the_function_or_its_gradient(laplacian):
     loss = loss_of(laplacian)
     tagged = curvax.auto_register_tags(loss, (PARAMS, X), compute_only_loss_tags=False)
     both = jax.jit(
@@ -269,6 +269,6 @@ class TestWhatCannotBeLifted:
         assert report.coverage == pytest.approx((6 * 2 / 3 + 3) / 9)
         assert "100 %" not in str(report)
 
-    def test_strict_refuses_it(self):
+    def test_strict_rejects_it(self):
         with pytest.raises(curvax.RegistrationError, match="not covered by the layer"):
             curvax.explain_registration(self.loss, self.args, strict=True)

@@ -1,4 +1,4 @@
-"""What estimators are beside their matrices: maps of parameters, states, settings, errors."""
+"""Estimators besides their matrices: maps of parameters, states, settings, errors."""
 
 import functools
 
@@ -192,7 +192,7 @@ class TestStates:
         assert [len(each) for each in values] == [6, 8]
         assert_same(found.eigenvalues(states(), False), jnp.concatenate(values))
 
-    def test_what_is_not_finite_is_refused(self):
+    def test_batches_that_are_not_finite_are_skipped(self):
         found = estimator()
         params, batch = ARGS
         update = jax.jit(
@@ -313,7 +313,7 @@ def test_losses_with_several_rows_for_each_example_are_exact():
     close(*jax.jit(compute)(params, x))
 
 
-def test_a_parameter_that_is_used_whole_and_in_part():
+def test_a_parameter_that_is_used_as_it_is_and_in_slices():
     """Parts that overlap have one block together."""
 
     def func(p, batch):

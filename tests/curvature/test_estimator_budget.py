@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import curvax
 from curvature.cases import normal
+
+pytestmark = pytest.mark.optimised
 
 BATCH = 96
 PARAMS = {"kernel": normal(0, 3, 3, 3, 8) / 5, "w": normal(1, 8, 4) / 3}

@@ -138,7 +138,7 @@ class TestInteraction:
         assert jnp.isfinite(matrix).all()
 
 
-def test_blocks_of_a_users_own_are_not_split():
+def test_user_supplied_blocks_are_not_microbatched():
     class Own(curvax.DenseTwoKroneckerFactored):
         def update_curvature_matrix_estimate(self, *args):
             return super().update_curvature_matrix_estimate(*args)

@@ -84,7 +84,7 @@ def full(model: str, loss: str, mode: str) -> tuple[Any, Any]:
         ("grouped", "own", "ggn_exact"),
     ]
 )
-def test_full_blocks_are_those_of_the_whole_matrix(model, loss, mode):
+def test_full_blocks_are_blocks_of_the_exact_matrix(model, loss, mode):
     ours, naive = full(model, loss, mode)
     given = case(model, loss)
     assert jnp.linalg.norm(naive) > 0.01
@@ -121,7 +121,7 @@ def test_diagonal_blocks_are_the_diagonal(model, loss, mode):
     ],
     slowly(["mlp", "exponential", "stack"], list(LOSSES)),
 )
-def test_explicit_curvature_is_the_whole_matrix(model, loss, mode):
+def test_explicit_curvature_is_the_exact_matrix(model, loss, mode):
     given = case(model, loss)
     compute = lambda *args: (
         estimated_matrix(curvax.ExplicitExactCurvature(given.func), args, mode),

@@ -359,7 +359,7 @@ class TestMicrobatches:
             close(flat(product), matrices[kind] @ flat(like(case.params, 3)))
 
     @pytest.mark.parametrize("name", ["two losses", "tied"])
-    def test_vectors_of_losses_are_split_too(self, name):
+    def test_vectors_of_losses_are_microbatched_too(self, name):
         case, (matrices, _) = BY_NAME[name], measured(name)
         curvature = ImplicitExactCurvature(case.func, microbatch_size=2)
         found = jax.jit(lambda *args: products_of_losses(curvature, args))(*case.args)
@@ -369,7 +369,7 @@ class TestMicrobatches:
             vector = vectors.get(kind, like(case.params, 3))
             close(flat(product), matrices[kind] @ flat(vector))
 
-    def test_only_the_batch_is_split(self):
+    def test_only_the_batch_is_microbatched(self):
         key = jax.random.key(3)
 
         def func(p, state, rng, batch):
@@ -477,7 +477,7 @@ class TestBatchSize:
         assert ImplicitExactCurvature(classify).batch_size((MLP, CLASSES)) == N
         assert ImplicitExactCurvature(classify, 1).batch_size((CLASSES, MLP)) == N
 
-    def test_one_of_the_users_own(self):
+    def test_a_user_supplied_one(self):
         vector, matrices = like(MLP, 1), measured("mlp")[0]
         curvature = ImplicitExactCurvature(classify, 0, lambda batch: jnp.sum(batch["y"] > 0))
         product = jax.jit(curvature.multiply_ggn)((MLP, CLASSES), vector)

@@ -10,6 +10,8 @@ import curvax
 from curvax.curvature.implicit import ImplicitExactCurvature
 from helpers import assert_same
 
+pytestmark = pytest.mark.optimised
+
 
 def func(w, batch):
     x, y = batch

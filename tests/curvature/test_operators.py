@@ -175,7 +175,7 @@ class TestSpectrum:
             curvax.spectral_density(exact_operator(), jax.random.key(0), num_samples=0)
 
     @pytest.mark.usefixtures("unchecked")
-    def test_exact_products_are_made_an_operator_first(self):
+    def test_exact_products_need_an_operator(self):
         words = (
             r"got ImplicitExactCurvature\. .*as_linear_operator\(exact, func_args, matrix='ggn'\)"
         )

@@ -13,6 +13,8 @@ import curvax
 from derivatives.budgeted import PROGRAMS
 from helpers import as_users_run
 
+pytestmark = pytest.mark.optimised
+
 # It shares examples out evenly, so all sizes that make as many microbatches are one program; what
 # must not fit there is one microbatch less.
 EVEN = "per-example gradients"

@@ -17,6 +17,8 @@ from curvax.memory import compiled
 from derivatives.functions import normal
 from helpers import CountTraces
 
+pytestmark = pytest.mark.optimised
+
 WAYS = [{"batch_size": 2}, {"memory_budget": "1MB"}]
 each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
@@ -90,7 +92,7 @@ def test_it_is_traced_once_at_first(name):
 
 
 @pytest.mark.parametrize("name", ["jacobian by columns", "hessian"])
-def test_other_shapes_and_dtypes_are_compiled_anew(name, compilations):
+def test_other_shapes_and_dtypes_are_compiled_again(name, compilations):
     compute, f, options = COMPUTED[name]
     points = normal(0, 5), normal(0, 7), normal(0, 7, dtype=jnp.float32)
     for x in points:
@@ -166,7 +168,7 @@ def test_methods_are_compiled_once_for_their_object(way, compilations):
 
 
 @each_function
-def test_what_is_kept_goes_with_the_function(name):
+def test_cache_entries_die_with_the_function(name):
     compute, f, options = COMPUTED[name]
     way = {"memory_budget": "1MB"} if name.startswith("jacobian") else {"batch_size": 2}
     f = functools.partial(f)

@@ -95,7 +95,7 @@ class TestRoundTrip:
         assert array.chunks == (4, 3)
         assert array.attrs["curvax"]["fingerprint"] == "a" * 64
 
-    def test_names_are_made_safe_and_unique_and_are_kept(self, tmp_path):
+    def test_names_are_safe_unique_and_stored(self, tmp_path):
         names = ["['w'][0]", "['W'](0)", "", "../x", "b", "b"]
         fill(open_store(tmp_path / "x.zarr", [spec(name) for name in names]))
         with warnings.catch_warnings():
@@ -112,14 +112,14 @@ class TestRoundTrip:
             assert_complete(open_store(tmp_path / f"{number}", specs, length=length))
 
     @pytest.mark.parametrize("value", [0.0, np.nan, np.int32(0), False], ids=str)
-    def test_what_looks_empty_is_written_too(self, tmp_path, value):
+    def test_blocks_of_zeros_are_written_too(self, tmp_path, value):
         block = np.full((4, 3), value)
         store = open_store(tmp_path / "x.zarr", [spec("", (10, 3), block.dtype)])
         store.write(0, [block])
         checksum = 4
         assert (tmp_path / "x.zarr/c/0/0").stat().st_size == block.nbytes + checksum
 
-    def test_what_is_not_done_reads_as_nan(self, tmp_path):
+    def test_unfinished_blocks_read_as_nan(self, tmp_path):
         store = open_store(tmp_path / "x.zarr")
         fill(store, [1])
         (array,) = store.arrays()
@@ -155,7 +155,7 @@ class TestResume:
         with refuses(ValueError, "fingerprint"):
             ask(fingerprint="b" * 64)
 
-    def test_another_block_size_is_refused(self, tmp_path):
+    def test_another_block_size_is_rejected(self, tmp_path):
         fill(open_store(tmp_path / "x.zarr"))
         with refuses(ValueError, r"in blocks of 4, but blocks of 5 .* give 4.*overwrite=True"):
             open_store(tmp_path / "x.zarr", block_size=5)
@@ -186,7 +186,7 @@ OTHERS = {
 
 class TestWhatIsInTheWay:
     @pytest.mark.parametrize("what", OTHERS)
-    def test_a_store_of_something_else_is_refused_and_kept(self, tmp_path, what):
+    def test_a_store_of_something_else_is_rejected_and_kept(self, tmp_path, what):
         changes, words = OTHERS[what]
         path = tmp_path / "x.zarr"
         fill(open_store(path))
@@ -198,7 +198,7 @@ class TestWhatIsInTheWay:
         assert os.listdir(tmp_path) == ["x.zarr"]
 
     @pytest.mark.parametrize("zarr_format", [2, 3])
-    def test_a_foreign_store_is_refused_and_kept(self, tmp_path, zarr_format):
+    def test_a_foreign_store_is_rejected_and_kept(self, tmp_path, zarr_format):
         path = tmp_path / "x.zarr"
         array = zarr.create_array(str(path), shape=3, dtype="f8", zarr_format=zarr_format)
         array[:] = 1.0
@@ -209,7 +209,7 @@ class TestWhatIsInTheWay:
         assert_complete(open_store(path))
 
     @pytest.mark.parametrize("overwrite", [False, True])
-    def test_what_is_no_store_is_never_touched(self, tmp_path, overwrite):
+    def test_a_path_that_is_no_store_is_never_touched(self, tmp_path, overwrite):
         (tmp_path / "home").mkdir()
         for name in ("file", "home/thesis.tex", "home/zarr.json"):
             (tmp_path / name).write_text("mine")
@@ -224,7 +224,7 @@ class TestWhatIsInTheWay:
         fill(open_store(tmp_path / "x.zarr"))
         assert_complete(open_store(tmp_path / "x.zarr"))
 
-    def test_a_store_of_a_later_format_is_refused(self, tmp_path):
+    def test_a_store_of_a_later_format_is_rejected(self, tmp_path):
         open_store(tmp_path / "x.zarr")
         file = tmp_path / "x.zarr/zarr.json"
         file.write_text(file.read_text().replace('"format": 2', '"format": 9'))
@@ -255,7 +255,7 @@ class TestArguments:
         with refuses(ValueError, "must have 10 rows along its first axis"):
             open_store(tmp_path / "x.zarr", [spec("", shape)])
 
-    def test_a_dtype_that_zarr_lacks_is_refused(self, tmp_path):
+    def test_a_dtype_that_zarr_lacks_is_rejected(self, tmp_path):
         with refuses(TypeError, "of dtype bfloat16, which Zarr cannot store"):
             open_store(tmp_path / "x.zarr", [spec("", (10, 3), "bfloat16")])
 
@@ -386,7 +386,7 @@ class TestDamage:
             assert open_store(copy, specs).unfinished() == [0]
 
     @pytest.mark.parametrize("verify", [False, True])
-    def test_a_chunk_in_the_place_of_another(self, stored, tmp_path, verify):
+    def test_a_chunk_moved_to_another_index(self, stored, tmp_path, verify):
         """Its own checksum is right, but not in this place: also where the mark was copied, too."""
         path, specs = stored
         for chunk in (file for file in path.rglob("*") if "c" in file.relative_to(path).parts):
@@ -548,7 +548,7 @@ class TestKilled:
 
     @pytest.mark.parametrize("overwrite", [False, True])
     @pytest.mark.parametrize("call", ["mkdir", "_flush", "rename", "rmtree"])
-    def test_killed_while_made_leaves_nothing_or_a_store(self, tmp_path, call, overwrite):
+    def test_killed_while_creating_leaves_nothing_or_a_store(self, tmp_path, call, overwrite):
         """The process ends, without clean-up, at the n-th of the calls that change the disk."""
         path = tmp_path / "x.zarr"
         if overwrite:

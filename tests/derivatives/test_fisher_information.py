@@ -11,6 +11,8 @@ from curvax import fisher_information
 from derivatives.functions import normal
 from helpers import assert_same
 
+pytestmark = pytest.mark.optimised
+
 X = {"w": normal(0, 3), "b": normal(1)}
 
 

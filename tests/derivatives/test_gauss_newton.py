@@ -11,6 +11,8 @@ from curvax import gauss_newton
 from derivatives.functions import MIXED, NETWORK, mixed, naive_jacobian, network, normal
 from helpers import assert_same
 
+pytestmark = pytest.mark.optimised
+
 X = normal(0, 4)
 VECTOR, MATRIX = normal(1, 6), normal(2, 6, 6)
 

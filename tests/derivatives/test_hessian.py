@@ -27,6 +27,8 @@ from derivatives.functions import (
 )
 from helpers import assert_same, total
 
+pytestmark = pytest.mark.optimised
+
 X = normal(0, 5)
 
 
@@ -146,14 +148,14 @@ class TestAux:
         [{"nbatches": 3, "checkpoint": True}, {"jit": False}, {"memory_budget": "1MB"}],
         ids=str,
     )
-    def test_aux_is_what_f_returns_beside(self, way):
+    def test_aux_is_the_second_output_of_f(self, way):
         f = lambda x: (cube(x), {"sum": jnp.sum(x), "number": jnp.array([3])})
         H, unflatten, aux = hessian(f, X, **way, has_aux=True)
         assert_same(H, hessian_of_cube(X))
         assert_same(aux, f(X)[1])
         assert_same(unflatten(X), X)
 
-    def test_what_is_no_pair_is_refused(self):
+    def test_without_a_pair_has_aux_is_rejected(self):
         with pytest.raises(TypeError, match=r"^curvax\.hessian: with has_aux=True, f must return"):
             hessian(cube, X, has_aux=True)
 
@@ -172,7 +174,7 @@ def test_no_parameters(way):
     assert_same(hessian_blocks(f, jnp.zeros((2, 0)), **way), jnp.zeros((2, 0, 2, 0)))
 
 
-def test_the_diagonal_is_right_beside_what_is_infinite():
+def test_the_diagonal_is_right_next_to_an_infinite_derivative():
     f = lambda x: x[0] ** 2 + 2 * jnp.abs(x[1]) ** 1.5
     diagonal = hessian_diagonal(f, jnp.array([1.0, 0.0]))
     assert diagonal[0] == 2
@@ -214,7 +216,7 @@ class TestErrors:
             function(cube, X, jit=False, memory_budget="1MB")
 
     @pytest.mark.parametrize("leaf", [jnp.arange(3), 1j, "a"], ids=str)
-    def test_what_is_not_real_has_no_derivatives(self, function, leaf):
+    def test_leaves_that_are_not_real_have_no_derivatives(self, function, leaf):
         with self.refuses(TypeError, function, r"x\['w'\] is of type (int|complex|str).* Convert"):
             function(lambda x: 1.0, {"w": leaf})
 
@@ -223,7 +225,7 @@ class TestErrors:
         [lambda x: x, lambda x: x[:1], lambda x: (x[0],), lambda x: 1j * x[0].astype(complex)],
         ids=["vector", "one", "tuple", "complex"],
     )
-    def test_what_is_no_real_scalar_is_refused(self, function, f):
+    def test_a_value_that_is_no_real_scalar_is_rejected(self, function, f):
         with self.refuses(TypeError, function, "real floating-point scalar, .* curvax.jacobian"):
             function(f, X)
 

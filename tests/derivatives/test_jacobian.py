@@ -182,7 +182,7 @@ class TestAux:
         [{"nbatches": 3, "checkpoint": True}, {"jit": False}, {"memory_budget": "1MB"}],
         ids=str,
     )
-    def test_aux_is_what_f_returns_beside(self, mode, way):
+    def test_aux_is_the_second_output_of_f(self, mode, way):
         f = lambda x: (square(x), {"sum": jnp.sum(x), "number": jnp.array([3])})
         J, unflatten, aux = jacobian(f, X, **way, mode=mode, has_aux=True)
         assert_same(J, jacfwd_of_square(X))
@@ -190,7 +190,7 @@ class TestAux:
         assert_same(unflatten(X), X)
 
     @pytest.mark.parametrize("returned", ["array", "list", "triple"])
-    def test_what_is_no_pair_is_refused(self, returned):
+    def test_without_a_pair_has_aux_is_rejected(self, returned):
         f = {"array": lambda x: x, "list": lambda x: [x, x], "triple": lambda x: (x, x, x)}
         words = r"^curvax\.jacobian: with has_aux=True, f must return a pair \(value, aux\)"
         with pytest.raises(TypeError, match=words):
@@ -204,7 +204,7 @@ class TestUnflatten:
         _, flat = flattened(case.f, case.x)
         assert_same(unflatten(flat), jax.tree.map(jnp.asarray, case.x))
 
-    def test_a_vector_of_another_length_is_refused(self):
+    def test_a_vector_of_another_length_is_rejected(self):
         _, unflatten = jacobian(square, X)
         with pytest.raises(ValueError, match=r"5 coordinates has the shape \(5,\), got \(4,\)"):
             unflatten(X[:4])
@@ -218,7 +218,7 @@ class TestDtypes:
         J, _ = jacobian(f, x, mode=mode)
         assert [array.dtype for array in J] == [jnp.float32, jnp.float64, jnp.float16]
 
-    def test_double_precision_is_kept_beside_single(self, mode):
+    def test_double_precision_is_kept_next_to_single(self, mode):
         x = {"a": jnp.ones(2, jnp.float32), "b": jnp.array([1.0])}
         J, _ = jacobian(lambda x: jnp.sin(x["b"]), x, mode=mode)
         np.testing.assert_allclose(J[0], [0, 0, np.cos(1.0)], rtol=1e-15)
@@ -352,7 +352,7 @@ class TestErrors:
         [(jnp.arange(3), "int64"), (3, "int64"), (1j, "complex128"), ("a", "str")],
         ids=str,
     )
-    def test_what_is_not_real_has_no_derivatives(self, leaf, kind):
+    def test_leaves_that_are_not_real_have_no_derivatives(self, leaf, kind):
         with refuses(TypeError, rf"x\['w'\] is of type {kind}, .* Convert it"):
             jacobian(lambda x: x["w"], {"v": X, "w": leaf})
 

@@ -76,7 +76,7 @@ def test_auto_takes_the_mode_that_there_is_with_aux_on_disk_and_on_a_mesh(
     assert_same((np.asarray(on_mesh), aux), (expected, jnp.sum(X)), 1e-12, 1e-12)
 
 
-def test_auto_finds_out_anew_when_the_function_changes():
+def test_auto_chooses_again_when_the_function_changes():
     held = [jnp.sin]
     f = lambda x: jnp.sum(held[0](x))
     for only, derivative in [(jnp.sin, jax.jacrev), FORWARD, REVERSE, FORWARD]:
@@ -175,12 +175,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("mode", ["auto", "reverse"])
-def test_the_user_s_own_errors_stay_what_they_are(name, mode):
+def test_errors_of_the_user_are_not_wrapped(name, mode):
     with pytest.raises(OwnError, match=r"^my own"):
         BROKEN[name](lambda x: jnp.sum(with_a_broken_rule(x)), mode)
 
 
-def test_errors_of_the_function_itself_stay_what_they_are():
+def test_errors_of_the_function_are_not_wrapped():
     def f(x):
         raise OwnError("my own")
 
@@ -199,7 +199,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_derivatives(tmp_path):
     assert "JAX says" not in str(raised.value)
 
 
-def test_what_has_no_derivative_at_all_says_why():
+def test_a_function_without_any_derivative_says_why():
     f = lambda x: jnp.sum(jax.pure_callback(np.sin, x, x))
     for mode in ("auto", "forward", "reverse"):
         with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):

@@ -22,6 +22,8 @@ from curvax.derivatives.disk.store import BlockStore
 from derivatives.functions import MIXED, mixed, mixed_loss, naive_jacobian, normal
 from helpers import assert_same
 
+pytestmark = pytest.mark.optimised
+
 X = normal(0, 7)
 PROGRAM = Path(__file__).parent / "streamed_program.py"
 
@@ -140,7 +142,7 @@ class TestBlocks:
         with pytest.raises(MemoryBudgetError, match="begun in blocks of 7, which do not fit"):
             hessian(loss, X, memory_budget=600, out=tmp_path / "H.zarr")
 
-    def test_another_size_is_refused_unless_it_may_start_again(self, tmp_path):
+    def test_another_size_is_rejected_unless_it_may_start_again(self, tmp_path):
         hessian(loss, X, batch_size=2, out=tmp_path / "H.zarr")
         words = r"^curvax\.hessian: .*begun in blocks of 2, but blocks of 3.*overwrite=True"
         with pytest.raises(ValueError, match=words):
@@ -160,7 +162,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("f", "x"), OTHERS.values(), ids=OTHERS)
-def test_the_store_of_something_else_is_refused_unless_it_may_be_replaced(tmp_path, f, x):
+def test_the_store_of_something_else_is_rejected_unless_it_may_be_replaced(tmp_path, f, x):
     ours = lambda x: jnp.sum(x**3 * SCALE)
     path = tmp_path / "H.zarr"
     H, _ = hessian(ours, X, batch_size=3, out=path)
@@ -203,7 +205,7 @@ class TestErrors:
             function(loss, X, out=tmp_path / "H.zarr", overwrite=True)
 
 
-def test_rows_of_several_arrays_are_refused(tmp_path):
+def test_rows_of_several_arrays_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"one array with one axis\. Use mode='forward'"):
         jacobian(mixed, MIXED, mode="reverse", out=tmp_path / "J.zarr")
 
@@ -280,7 +282,7 @@ def test_streaming_holds_one_block(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"jit": False}, {"memory_budget": "1MB", "objective": "time"}])
-def test_options_that_do_not_go_with_the_disk_are_refused(tmp_path, options):
+def test_options_that_do_not_go_with_the_disk_are_rejected(tmp_path, options):
     with pytest.raises(ValueError, match="out= does not go with jit=False or objective='time'"):
         hessian(loss, X, out=tmp_path / "H.zarr", **options)
 

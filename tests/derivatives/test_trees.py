@@ -70,19 +70,19 @@ def test_arrays_on_disk_will_do(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 4), (5, 4), (5, 5, 5)], ids=str)
-def test_matrices_of_another_size_are_refused(shape):
+def test_matrices_of_another_size_are_rejected(shape):
     words = r"^curvax\.hessian_to_pytree: x has 5 coordinates, .* \(5, 5\), got "
     with pytest.raises(ValueError, match=words):
         hessian_to_pytree(jnp.zeros(shape), X)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (5, 4)], ids=str)
-def test_jacobians_of_another_length_are_refused(shape):
+def test_jacobians_of_another_length_are_rejected(shape):
     words = r"^curvax\.jacobian_to_pytree: x has 5 coordinates, so the last axis of each .*got"
     with pytest.raises(ValueError, match=words):
         jacobian_to_pytree({"y": jnp.zeros((2, 5)), "z": jnp.zeros(shape)}, X)
 
 
-def test_points_that_are_not_real_are_refused():
+def test_points_that_are_not_real_are_rejected():
     with pytest.raises(TypeError, match=r"^curvax\.hessian_to_pytree: x is of type int64"):
         hessian_to_pytree(jnp.zeros((3, 3)), jnp.arange(3))

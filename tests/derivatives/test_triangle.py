@@ -14,6 +14,8 @@ from curvax.derivatives.hessian import dependents, group_leaves
 from derivatives.functions import naive_hessian, normal
 from helpers import CountTraces, assert_same, total
 
+pytestmark = pytest.mark.optimised
+
 DATA = normal(0, 6, 3)
 
 
@@ -234,7 +236,7 @@ class TestGroups:
         used = [name for name in order if name in "zam"]
         assert used == ["z", "a", "m"]
 
-    def test_what_depends_is_counted_inside_of_calls(self):
+    def test_dependencies_are_counted_inside_calls(self):
         inner = jax.jit(lambda a, b: jnp.sin(a * 2) + b)
         program = jax.make_jaxpr(lambda a, b, c: inner(a, b) * 3 + c)(*jnp.zeros((3, 5)))
         a, b, c = dependents(program)

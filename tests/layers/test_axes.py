@@ -76,7 +76,7 @@ def test_the_array_as_it_started_has_the_same_atoms(data):
     np.testing.assert_array_equal(moved.reshape(x.shape), x)
 
 
-def test_what_is_broadcast_has_no_origin():
+def test_a_broadcast_axis_has_no_origin():
     axes = Axes.of((2, 3)).broadcast((4, 2, 1, 3), (1, 3))
     assert axes.shape == (4, 2, 1, 3)
     assert [[atom.origin for atom in dim] for dim in axes.dims] == [[None], [0], [], [1]]

@@ -93,7 +93,7 @@ class TestABatchThatIsClosedOver:
         ]
 
     @pytest.mark.parametrize("is_argument", [True, False])
-    def test_weights_beside_a_batch_that_is_closed_over(self, is_argument):
+    def test_weights_next_to_a_batch_that_is_closed_over(self, is_argument):
         f = lambda q, w0=W0: register(X @ (w0 + q))
         args = (Q, W0) if is_argument else (Q,)
         assert rows(f, *args) == [("dense_tag", "")]

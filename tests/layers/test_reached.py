@@ -84,7 +84,7 @@ def registered(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 class TestLosses:
     @pytest.mark.parametrize("name", CONSTANT)
-    def test_one_without_a_derivative_is_refused(self, name):
+    def test_one_without_a_derivative_is_rejected(self, name):
         assert largest_derivative(CONSTANT[name]) == 0
         f = registered(CONSTANT[name])
         for call in (explain_registration, auto_register_tags):
@@ -118,7 +118,7 @@ class TestLosses:
             explain_registration(f, (W, X))
         assert str(error.value).count("registered at") == 1
 
-    def test_inside_of_a_loop(self):
+    def test_inside_a_loop(self):
         def f(w, x, stop):
             def step(carry, x):
                 y = (x @ w)[None]
@@ -177,7 +177,7 @@ def straight_through_product(w: Any, x: Any) -> Any:
     ],
     ids=["block-diagonal", "tags by hand alone", "explicit", "implicit", "optimizer"],
 )
-def test_whoever_needs_curvature_refuses_a_loss_without_derivatives(start):
+def test_everything_that_needs_curvature_rejects_a_loss_without_derivatives(start):
     by_hand = lambda w, x: lax.stop_gradient(curvax.register_dense(x @ w, x, w))
     with pytest.raises(RegistrationError, match="have no derivative in any parameter"):
         start(registered(by_hand))
@@ -202,13 +202,13 @@ class TestUses:
         with pytest.raises(RegistrationError, match="no loss has a derivative in it"):
             explain_registration(f, (params, X), strict=True)
 
-    def test_inside_of_a_function_with_derivatives_of_its_own(self):
+    def test_inside_a_function_with_custom_derivatives(self):
         own = jax.custom_jvp(lambda x, w: jnp.round(x @ w))
         own.defjvps(None, lambda tangent, _, x, w: x @ tangent)
         (row,) = explain_registration(registered(lambda w, x: own(x, w)), (W, X)).rows
         assert "which has derivatives of its own" in row.reason
 
-    def test_one_without_a_derivative_beside_others_is_no_use(self):
+    def test_a_use_without_a_derivative_does_not_count_next_to_others(self):
         """Its inputs would be in the factor of the layer's inputs."""
 
         def estimate(apply):

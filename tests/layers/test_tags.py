@@ -35,7 +35,7 @@ def tagged(w, x):
 
 
 def found(fun, *args):
-    """The names of all tags in a program, also in the programs inside of it."""
+    """The names of all tags in a program, also in the programs inside it."""
     names = []
 
     def look(jaxpr):
@@ -86,7 +86,7 @@ def test_tags_stay_in_the_program(name):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_inside_of_shard_map(check):
+def test_inside_shard_map(check):
     mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
     local = lambda f: jax.shard_map(
         lambda w, x: jax.lax.psum(f(w, x), "i"),
@@ -128,7 +128,7 @@ def test_names_and_numbers():
     assert LOSS.parameter_independants_names == ("targets",)
 
 
-def test_places_of_registrations_are_noted():
+def test_call_sites_of_registrations_are_noted():
     with noted_registrations() as noted:
         jax.make_jaxpr(lambda w, x: tagged(w, x))(W, X)
         jax.make_jaxpr(jax.grad(lambda w, x: tagged(w, x)))(W, X)
@@ -192,7 +192,7 @@ class TestRegister:
             (lambda: curvax.register_embedding(W, jnp.array([0]), W), "y has the shape"),
         ],
     )
-    def test_other_shapes_are_refused(self, register, words):
+    def test_other_shapes_are_rejected(self, register, words):
         with pytest.raises(ValueError, match=rf"^curvax\.register_\w+: .*{words}"):
             register()
 

@@ -19,7 +19,7 @@ from helpers import random_like, total
 class Body(NamedTuple):
     """A scan body `fun(params, carry, x)`, with the shapes of all three.
 
-    `fixed` goes beside the carry, and is not differentiated.
+    `fixed` goes next to the carry, and is not differentiated.
     """
 
     name: str

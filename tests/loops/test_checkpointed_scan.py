@@ -29,6 +29,8 @@ from loops.bodies import (
     unrolls,
 )
 
+pytestmark = pytest.mark.optimised
+
 TREE = BODIES_BY_NAME["tree"]
 RECURRENCE = BODIES_BY_NAME["recurrence"]
 lengths = st.integers(4, 30) | st.integers(0, 30)

@@ -198,7 +198,7 @@ class Opaque:
 
 
 @each_loop
-def test_nodes_of_the_users_own_are_carried(loop):
+def test_user_registered_nodes_are_carried(loop):
     body = lambda carry, x: (Opaque(carry.value + x.value), Opaque(carry.value * x.value))
     args = Opaque(jnp.array(0.5)), Opaque(jnp.linspace(0.0, 1.0, LENGTH))
     assert_same(loop.run(body, *args), loop.naive(body, *args))

@@ -81,7 +81,7 @@ class TestSizes:
         ("unroll", "error"),
         [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)],
     )
-    def test_what_is_unrolled_is_a_number_of_steps(self, loop, unroll, error, length):
+    def test_unroll_is_a_number_of_steps(self, loop, unroll, error, length):
         words = rf"unroll must be a positive integer or a bool, got {unroll}\."
         with loop.refuses(error, words):
             loop(body, 0.0, None, length, unroll=unroll)
@@ -188,7 +188,7 @@ class TestBody:
         with loop.refuses(TypeError, r"f must return a pair \(carry, y\), got .* structure"):
             loop(lambda carry, x: returned, 0.0, XS)
 
-    def test_its_own_errors_come_through(self):
+    def test_errors_of_the_body_come_through(self):
         def broken(carry, x):
             raise RuntimeError("from the body")
 

@@ -16,6 +16,8 @@ from curvax import _jax, checkpoint_chunked_scan, sliced_scan
 from helpers import temporaries
 from loops.bodies import bounds, scan_then_slice
 
+pytestmark = pytest.mark.optimised
+
 WIDTH = 256
 ROW = 4 * WIDTH
 
@@ -70,7 +72,7 @@ def test_one_output_of_a_hundred_needs_a_hundredth(length, kept, reverse, has_xs
 
 
 def scans_of_scans(jaxpr, depth=0):
-    """What each scan that is inside of another carries and scans over."""
+    """What each scan inside another carries and scans over."""
     for equation in jaxpr.eqns:
         is_scan = equation.primitive is jax.lax.scan_p
         if is_scan and depth:
@@ -83,7 +85,7 @@ def scans_of_scans(jaxpr, depth=0):
 
 
 def test_the_gradient_does_not_add_up_all_of_xs_for_every_kept_output():
-    """That would take quadratic time: no loop inside of a loop may carry an array like `xs`."""
+    """That would take quadratic time: no loop inside a loop may carry an array like `xs`."""
     length = 40
     loss = lambda *args: jnp.sum(through(sliced_scan, narrow, step=4)(*args)[1])
     program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(row(), row(), rows(length))
@@ -131,7 +133,7 @@ def test_one_chunk_needs_no_more_than_a_scan():
 
 @pytest.mark.parametrize("step", [13, 100], ids=["many kept", "few kept"])
 @pytest.mark.parametrize("arguments", [(0, 1), (0, 1, 2)], ids=["by parameters", "by xs"])
-def test_the_gradient_of_a_slice_needs_what_that_of_the_whole_needs(step, arguments):
+def test_the_gradient_of_a_slice_needs_no_more_than_that_of_the_scan(step, arguments):
     """It remembers what a scan remembers, but no copy of what it reads, nor dropped outputs."""
     length = 1000
     product = lambda w, carry, x: narrow(w, carry * x, None)

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     """How to make a loss, its arrays by name, and all that its targets can be.
 
     `outcomes(loss)` yields targets for the whole batch. Their probabilities come from the
-    distribution, or are given beside them, where a quadrature stands for a continuum.
+    distribution, or are given next to them, where a quadrature stands for a continuum.
     """
 
     name: str

@@ -106,7 +106,7 @@ class TestWeights:
 
 class TestMasks:
     @pytest.mark.parametrize("case", MASKED, ids=name_of)
-    def test_what_is_masked_counts_for_nothing_whatever_it_is(self, case):
+    def test_masked_examples_have_no_influence(self, case):
         loss = case.loss()
         mask = np.asarray(loss.mask, bool)
         wild_logits, wild_targets = np.array(loss.params[0]), np.array(loss.targets)
@@ -127,7 +127,7 @@ class TestMasks:
             assert not np.any(np.asarray(array)[~mask])
             assert np.all(np.asarray(array)[mask])
 
-    def test_what_counts_is_as_without_a_mask(self):
+    def test_other_examples_are_as_without_a_mask(self):
         loss = BY_NAME["masked class"].loss()
         rows = np.flatnonzero(loss.mask)
         (logits,) = loss.params
@@ -255,13 +255,13 @@ class TestValues:
         with pytest.raises(AttributeError, match="a loss cannot be changed"):
             loss._weight = 3.0
 
-    def test_other_modes_are_refused(self, case):
+    def test_other_modes_are_rejected(self, case):
         loss = case.loss()
         for refused in [loss.evaluate, loss.grad_of_evaluate]:
             with pytest.raises(ValueError, match=r"'regular', 'sqrt' or 'off', got 'half'\.$"):
                 refused(None, "half")
 
-    def test_an_index_of_the_wrong_length_is_refused(self, case):
+    def test_an_index_of_the_wrong_length_is_rejected(self, case):
         with pytest.raises(ValueError, match=r"one number for each axis but the first"):
             case.loss().multiply_ggn_factor_replicated_one_hot((0, 0, 0, 0))
 
@@ -278,7 +278,7 @@ class TestTargets:
             loss.grad_of_evaluate(None, "regular")
 
     @some_log_probs
-    def test_other_targets_take_the_place_of_its_own(self, case):
+    def test_given_targets_override_the_registered_ones(self, case):
         loss = case.loss()
         arrays = {name: x for name, x in case.arrays.items() if name != "targets"}
         bare = case._replace(arrays=arrays).loss()
@@ -320,7 +320,7 @@ def test_without_a_distribution_there_is_no_fisher_matrix(case, name):
         case.loss().shape  # noqa: B018
 
 
-def test_mean_and_variance_of_different_shapes_are_refused():
+def test_mean_and_variance_of_different_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"one shape, got \(3, 2\) and \(3,\)\. For a variance"):
         curvax.NormalMeanVarianceNegativeLogProbLoss(normal_array(3, 2), normal_array(3))
 
@@ -374,7 +374,7 @@ class TestExtremes:
         )
 
     @pytest.mark.parametrize("target", [-1, 3])
-    def test_what_is_no_class_is_nan_in_value_and_gradient(self, target):
+    def test_an_invalid_class_gives_nan_in_value_and_gradient(self, target):
         logits, targets = normal_array(2, 3), jnp.array([target, 1])
         loss = curvax.CategoricalLogitsNegativeLogProbLoss(logits, targets)
         assert np.isnan(loss.evaluate()).tolist() == [True, False]

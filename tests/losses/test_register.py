@@ -150,7 +150,7 @@ S, B, N = (
         (N, (LOGITS, None, REAL), ValueError, r"variance must be a number, .*\(3,\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(register, given, error, words):
+def test_shapes_that_do_not_fit_are_rejected(register, given, error, words):
     where = re.escape(f"curvax.{register.__name__}: ")
     with pytest.raises(error, match=rf"^{where}.*{words}"):
         register(*given)
@@ -180,7 +180,7 @@ def test_a_pair_of_names_registers_the_same():
 
 
 class Cosh(curvax.LossFunction):
-    """A class of a user's own, with as little as there can be."""
+    """A minimal user-supplied class."""
 
     def __init__(self, x, weight=1.0):
         super().__init__(weight)
@@ -201,7 +201,7 @@ class Cosh(curvax.LossFunction):
         return (jnp.sqrt(jnp.cosh(self._x)) * vector,)
 
 
-def test_a_class_of_ones_own():
+def test_a_user_supplied_class():
     tag = LossTag(Cosh, ["x"], ["weight"])
     x, v = LOGITS[:, 0], REAL[:, 0]
     (loss,) = registered_losses(lambda x: tag.bind(x, 3.0, args_names=("x", "weight")), x)

@@ -39,7 +39,7 @@ class TestTags:
         assert tag_in(register, X) is tag_in(again, X[:, :1])
         assert tag_in(register, X) is tag_in(jax.vmap(register), X[None])
 
-    def test_functions_have_tags_of_their_own(self):
+    def test_each_function_has_its_tag(self):
         one, other = (lambda x: jnp.sum(x**2)), (lambda x: jnp.sum(x**4))
         register = lambda x: curvax.register_loss(other, curvax.register_loss(one, x))
         first, second = registered_losses(register, X)
@@ -101,7 +101,7 @@ class TestConvexity:
     )
 
     @pytest.mark.parametrize("product", products)
-    def test_an_indefinite_hessian_is_refused(self, product):
+    def test_an_indefinite_hessian_is_rejected(self, product):
         words = r"^curvax\.register_loss: the Hessian of 'saddle' .* eigenvalue, -2, .* convex"
         with pytest.raises(ValueError, match=words):
             product(self.loss(saddle))
@@ -171,6 +171,6 @@ class TestErrors:
             ((saddle, X, None, -1.0), ValueError, r"weight must not be negative"),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, given, error, words):
+    def test_shapes_that_do_not_fit_are_rejected(self, given, error, words):
         with pytest.raises(error, match=rf"^curvax\.register_loss: .*{words}"):
             curvax.register_loss(*given)

@@ -104,7 +104,7 @@ def test_keyword_arguments_are_mapped_over_axis_0():
     assert_same(curvax.chunked_vmap(fun, 2)(X, scale=scale), jax.vmap(fun)(X, scale=scale))
 
 
-def test_arguments_that_are_not_mapped_stay_what_they_are():
+def test_arguments_that_are_not_mapped_are_passed_unchanged():
     def fun(x, mode, factor):
         return x * factor if mode == "scale" and factor > 1 else x
 

@@ -130,7 +130,7 @@ LIMITED = {
 @pytest.mark.parametrize("run", LIMITED.values(), ids=LIMITED)
 class TestLimits:
     @pytest.mark.parametrize("number", [-1, 4])
-    def test_there_are_only_so_many_microbatches(self, run, number):
+    def test_more_real_microbatches_than_there_are_is_rejected(self, run, number):
         with pytest.raises(ValueError, match=rf"num_real_microbatches={number} .* make 3"):
             run(number)
 
@@ -200,7 +200,7 @@ class TestAccumulators:
         return Accumulator(**(parts | options))
 
     @pytest.mark.parametrize("limit", [None, 3, jnp.array(3)])
-    def test_an_own_accumulator_must_say_that_it_takes_uneven_microbatches(self, limit):
+    def test_a_user_supplied_accumulator_must_declare_uneven_microbatches(self, limit):
         words = r"5 examples in microbatches of at most 2 come out uneven \(sizes 2 and 1\)"
         micro = curvax.micro_vmap(
             jnp.sin, microbatch_size=2, accumulator=self.own(), num_real_microbatches=limit
@@ -210,11 +210,11 @@ class TestAccumulators:
         with pytest.raises(ValueError, match=r"uneven=True"):
             curvax.microbatch(jnp.sum, 0, 2, self.own(), num_real_microbatches=limit)(X)
 
-    def test_an_own_accumulator_may_take_the_even_part_of_an_uneven_batch(self):
+    def test_a_user_supplied_accumulator_may_take_the_even_part_of_an_uneven_batch(self):
         micro = curvax.microbatch(jnp.sum, 0, 2, self.own(), num_real_microbatches=2)
         assert micro(X) == 8.0
 
-    def test_an_own_accumulator_must_keep_the_type_of_its_carry(self):
+    def test_a_user_supplied_accumulator_must_keep_the_type_of_its_carry(self):
         own = self.own(update=lambda carry, value, index: jnp.stack([carry, value]))
         with pytest.raises(TypeError, match=r"update must return a carry like the one it was giv"):
             curvax.micro_vmap(jnp.sum, microbatch_size=1, accumulator=own)(X)
@@ -242,7 +242,7 @@ class TestBatchArguments:
         with pytest.raises(ValueError, match=r"batch argument 'x' is named twice"):
             curvax.microbatch(lambda x: x, 0, 2, argnames="x")(X)
 
-    def test_arguments_of_one_name_are_told_apart(self):
+    def test_arguments_of_one_name_are_distinguished(self):
         with pytest.raises(ValueError, match=r"x has 5, x has 4"):
             curvax.chunked_vmap(lambda x, /, **more: x + more["x"], 2)(X, x=Y)
 
@@ -266,7 +266,7 @@ def test_a_traced_number_of_microbatches_has_no_reverse_derivative():
 
 
 @pytest.mark.parametrize("name", ["transform_fn", "metrics_fn"])
-def test_what_is_applied_to_gradients_must_be_a_function(unchecked, name):
+def test_transforms_of_gradients_must_be_functions(unchecked, name):
     words = rf"curvax.micro_grad: {name} must be a function .* got None. Leave it out for none"
     with pytest.raises(TypeError, match=words):
         curvax.micro_grad(lambda w, x: w, **{name: None})

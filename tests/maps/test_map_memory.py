@@ -13,6 +13,8 @@ import curvax
 from curvax import AccumulationType
 from helpers import num_bytes, temporaries
 
+pytestmark = pytest.mark.optimised
+
 WIDTH = 512
 LENGTHS = {"divides": 1024, "does not divide": 1021}
 SIZE = 32

@@ -216,7 +216,7 @@ MAXIMUM = Accumulator(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 4])
-def test_users_may_bring_their_own_accumulator(size, order):
+def test_accumulators_may_be_user_supplied(size, order):
     x = jax.random.normal(key(), (7, 2), jnp.float64)
     fun = lambda x: ({"a": x, "b": x[0]}, x[1])
     micro = curvax.micro_vmap(
@@ -254,7 +254,7 @@ def test_a_running_mean_of_infinity_is_infinite():
     assert micro(x) == jnp.inf
 
 
-def test_an_own_carry_may_be_a_python_number_and_use_the_index():
+def test_a_user_supplied_carry_may_be_a_python_number_and_use_the_index():
     own = Accumulator(
         init=lambda like: 0.0,
         update=lambda carry, value, index: carry + value * index.astype(value.dtype),
@@ -267,7 +267,7 @@ def test_an_own_carry_may_be_a_python_number_and_use_the_index():
     assert_same(micro(x), jnp.float32(0 * 1 + 1 * 5 + 2 * 4))
 
 
-def test_an_accumulator_is_told_which_microbatch_it_gets():
+def test_an_accumulator_gets_the_index_of_the_microbatch():
     history = Accumulator(
         init=lambda like: jnp.zeros((3, *like.shape), like.dtype),
         update=lambda carry, value, index: carry.at[index].set(value),
@@ -312,7 +312,7 @@ def test_a_running_mean_does_not_overflow():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64])
 @pytest.mark.parametrize("order", ["strided", "contiguous"])
-def test_rows_of_every_dtype_come_back_in_their_places(dtype, order):
+def test_rows_of_every_dtype_come_back_in_order(dtype, order):
     x = jnp.arange(14).reshape(7, 2).astype(dtype)
     options = {"accumulator": AccumulationType.CONCAT, "order": order}
     mapped = curvax.micro_vmap(lambda x: x * x, microbatch_size=3, **options)

@@ -36,7 +36,7 @@ KINDS = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.CONCAT)
     running=st.booleans(),
     axis=st.integers(-2, 1),
 )
-def test_a_batch_function_gives_what_the_whole_batch_gives(length, size, order, running, axis):
+def test_a_batch_function_gives_the_result_of_the_full_batch(length, size, order, running, axis):
     w = jax.random.normal(key(), (3, 2), jnp.float64)
     x = jnp.moveaxis(jax.random.normal(key(1), (length, 3), jnp.float64), 0, axis)
     fun = lambda w, x: batch_function(w, jnp.moveaxis(x, axis, 0))
@@ -105,7 +105,7 @@ def test_in_axes_may_be_one_for_each_argument_and_a_prefix_of_it():
     assert_same(by_name(x, 2.0, y=y), fun(x, 2.0, y))
 
 
-def test_arguments_that_are_no_batches_stay_what_they_are():
+def test_arguments_that_are_no_batches_are_passed_unchanged():
     def fun(x, mode, power):
         assert isinstance(power, int)
         return jnp.sum(x**power) if mode == "power" else jnp.sum(x)
@@ -123,7 +123,7 @@ def test_gradients_accumulate_as_in_training():
     assert_same(jax.jit(micro)(w, x, y), jax.value_and_grad(loss)(w, x, y))
 
 
-def test_an_accumulator_of_the_users_own_that_can_take_uneven_microbatches_does():
+def test_a_user_supplied_accumulator_may_take_uneven_microbatches():
     count = Accumulator(
         init=lambda like: jnp.zeros(like.shape, like.dtype),
         update=lambda carry, value, index: carry + value,

@@ -11,7 +11,7 @@ NUMBERS = {"length": st.integers(1, 50), "count": st.integers(1, 9)}
 
 
 @given(**NUMBERS)
-def test_each_example_is_in_one_place(length, count):
+def test_each_example_is_in_one_chunk_of_one_device(length, count):
     partition = Partition(length, count)
     examples = partition.example_of_slot()
     assert examples.shape[0] == count
@@ -35,7 +35,7 @@ def test_the_first_devices_have_one_example_more(length, count):
         assert inside.tolist() == list(range(owned[device]))
 
 
-def test_no_examples_are_nobodys():
+def test_without_examples_there_are_no_chunks():
     assert Partition(0, 3).is_even
     assert Partition(0, 3).example_of_slot().shape == (3, 0)
     assert Partition(0, 3).slot_of_example().size == 0

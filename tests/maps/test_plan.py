@@ -96,6 +96,6 @@ def test_no_size_or_too_large_a_size_means_one_chunk(length, size):
         ((3, 0), "at least one example, got size 0"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(arguments, words):
+def test_an_invalid_plan_is_rejected(arguments, words):
     with pytest.raises(ValueError, match=words):
         ChunkPlan(*arguments)

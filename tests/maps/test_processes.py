@@ -8,7 +8,7 @@ from helpers import run_processes
 PROGRAMS = Path(__file__).with_name("process_programs.py")
 
 
-def test_processes_that_share_a_mesh_plan_as_the_first_of_them():
+def test_processes_of_one_mesh_take_the_plan_of_the_first():
     written = run_processes(PROGRAMS, 2, devices=2)
     sizes = [re.findall(r"sizes (\[.*\])", text) for text in written]
     assert len(sizes[0]) == 1

@@ -84,7 +84,7 @@ def array_changed_in_place(body):
 
 
 def callback(body):
-    """A function that is called while the program runs, made anew each time it is traced."""
+    """A function that is called while the program runs, created again each time it is traced."""
     held = [None]
 
     def call(*args):

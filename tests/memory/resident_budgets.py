@@ -104,7 +104,7 @@ def resident(field):
 def added(run):
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before = resident("VmRSS")
     jax.block_until_ready(run())
     return resident("VmHWM") - before

@@ -38,7 +38,7 @@ def write(root, files):
 
 @pytest.fixture
 def host(tmp_path):
-    """What is available on a machine with these files, beside plenty of system memory."""
+    """What is available on a machine with these files, besides plenty of system memory."""
 
     def measure(files, meminfo=MEMINFO):
         write(tmp_path, {"proc/meminfo": meminfo} | files)
@@ -136,7 +136,7 @@ class TestOddFiles:
     def test_lines_that_name_no_group(self, host, lines):
         assert host({"proc/self/cgroup": lines}) == SYSTEM
 
-    def test_lines_beside_a_group(self, host):
+    def test_lines_next_to_a_group(self, host):
         lines = {"proc/self/cgroup": "\nnonsense\n0::/job\n:\n"}
         assert host(lines | group("job", 500 * MB, 100 * MB)) == 400 * MB
 
@@ -186,7 +186,7 @@ class TestAddressSpace:
         assert host({"proc/self/statm": statm}) == SYSTEM
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-    def test_a_process_with_a_limit_is_told_less(self):
+    def test_a_process_with_a_limit_has_less(self):
         code = (
             "import resource; from pathlib import Path\n"
             "from curvax.memory.budget import _of_address_space, _of_host\n"

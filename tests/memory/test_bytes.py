@@ -161,5 +161,5 @@ def test_bytes_are_printed_in_binary_units(count, text):
 
 
 @given(st.integers(1, 10**17))
-def test_what_is_printed_reads_back_to_half_a_percent(count):
+def test_printed_sizes_parse_to_half_a_percent(count):
     assert abs(parse_memory(format_bytes(count)) - count) <= 0.005 * count + 1

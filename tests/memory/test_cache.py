@@ -89,14 +89,14 @@ def test_the_methods_of_an_object_are_found_again(cache, make):
     assert make.count == 3
 
 
-def test_equal_objects_are_told_apart(cache, make):
+def test_equal_objects_are_distinguished(cache, make):
     first, second = Model(1.0), Model(2.0)
     assert first == second
     assert cache.get(first.apply, 1, make) is not cache.get(second.apply, 1, make)
 
 
 @each_kind
-def test_what_is_kept_goes_with_the_function(cache, new):
+def test_cache_entries_die_with_the_function(cache, new):
     class Kept:
         pass
 
@@ -130,7 +130,7 @@ def test_a_function_at_the_address_of_a_dead_one_is_another_function(cache):
         assert cache.get(fun, "key", lambda number=number: number) == number
 
 
-def test_what_cannot_be_referred_to_weakly_is_not_kept(cache, make):
+def test_values_of_functions_without_weak_references_are_not_kept(cache, make):
     class Slotted:
         __slots__ = ()
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_referred_to_weakly_is_not_kept(cache, make):
     assert not cache_holds(cache)
 
 
-def test_only_what_was_asked_for_last_is_kept(cache, make):
+def test_only_the_most_recent_entries_are_kept(cache, make):
     """A function that changes all the time would fill the memory."""
     fun = new_function()
     first = cache.get(fun, "first", make)

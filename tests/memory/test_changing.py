@@ -162,13 +162,13 @@ def test_any_change_is_seen_by_any_call(call, kind, values):
 
 
 @pytest.mark.parametrize("call", ["hessian", "chunked_vmap"])
-def test_what_takes_the_place_of_a_number_may_be_of_any_type(call):
+def test_a_number_may_be_replaced_by_a_value_of_any_type(call):
     values = [2.0, 2, np.float64(3), jnp.float64(2), jnp.arange(3.0), np.arange(3.0)]
     check(call, "attribute_of_an_object", values)
 
 
 def test_derivatives_look_through_jit():
-    """What is inside of a `jax.jit` counts, not what that has kept."""
+    """What is inside a `jax.jit` counts, not what it has cached."""
     held = [1.0]
     f = lambda x: scalar(held[0], x)
     jitted = jax.jit(f)
@@ -233,7 +233,7 @@ def test_not_a_number_is_compiled_once(compilations):
 @pytest.mark.parametrize(
     "call", ["hessian", "hessian to a budget", "micro_grad", "checkpointed_scan"]
 )
-def test_what_has_not_changed_is_not_compiled_again(call, compilations):
+def test_an_unchanged_function_is_not_compiled_again(call, compilations):
     """Nor is what changes back, or an array that takes the place of another."""
     compute, _, body = CALLS[call]
     get, change = KINDS["attribute_of_an_object"](body)
@@ -248,7 +248,7 @@ def test_what_has_not_changed_is_not_compiled_again(call, compilations):
     assert len(compilations) == before
 
 
-def test_a_callback_made_anew_that_does_the_same_is_not_another_program(compilations):
+def test_a_new_callback_that_does_the_same_is_not_another_program(compilations):
     def f(x):
         jax.debug.callback(lambda value: None, x)
         return jnp.sum(x**3)

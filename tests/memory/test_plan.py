@@ -24,6 +24,8 @@ from curvax import (
 from curvax.memory.plan import Trial
 from helpers import CountTraces, assert_same, random_like
 
+pytestmark = pytest.mark.optimised
+
 ROWS, WIDTH, HIDDEN = 1000, 16, 64
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float64)
 PARAMS = {
@@ -107,7 +109,7 @@ def test_affine_programs_take_four_compilations_at_most(factor):
     assert min(ROWS, 10 * factor) / 1.05 - 1 <= plan.batch_size <= 10 * factor
 
 
-def test_what_fits_at_all_is_taken_whole():
+def test_everything_at_once_is_taken_if_it_fits():
     plan = plan_batch_size(some_rows, (PARAMS, BATCH), max_size=ROWS, memory_budget="1GB")
     assert (plan.batch_size, plan.num_batches) == (ROWS, 1)
     assert len(plan.trials) <= 3
@@ -204,13 +206,13 @@ class TestRunning:
         params, xs = random_like((PARAMS, BATCH))
         assert_same(plan(params, xs), jax.vmap(lambda x: network(params, x))(xs))
 
-    def test_other_shapes_are_refused(self):
+    def test_other_shapes_are_rejected(self):
         plan = plan_batch_size(spectra, (BATCH,), max_size=ROWS, memory_budget="1MB")
         with pytest.raises(TypeError):
             plan(jnp.zeros((ROWS - 1, WIDTH)))
 
     @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.checkpoint])
-    def test_inside_of_a_transformation_it_chooses_but_does_not_run(self, transform):
+    def test_inside_a_transformation_it_chooses_but_does_not_run(self, transform):
         params, xs = random_like((PARAMS, BATCH))
         plans = []
 
@@ -277,7 +279,7 @@ class TestErrors:
                 plan_batch_size(counted, (PARAMS, BATCH), **wrong)
         assert counted.count == 0
 
-    def test_what_build_raises_is_seen(self):
+    def test_errors_of_build_are_raised(self):
         def build(size):
             raise RuntimeError(f"no such size: {size}")
 

@@ -1,4 +1,4 @@
-"""What libraries allocate beside the compiler's account is in the usage of a program."""
+"""What libraries allocate besides the compiler's account is in the usage of a program."""
 
 import subprocess
 import sys
@@ -11,6 +11,8 @@ import pytest
 import curvax
 from helpers import as_users_run
 
+pytestmark = pytest.mark.optimised
+
 MATRIX = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 IMAGES = jax.ShapeDtypeStruct((32, 28, 28, 16), jnp.float32)
 KERNEL = jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.float32)
@@ -18,7 +20,7 @@ LONG = jax.ShapeDtypeStruct((500_009,), jnp.float32)
 BATCH = jax.ShapeDtypeStruct((150, 128, 128), jnp.float32)
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
-# A program, its arguments, and what it was measured to allocate beside the account, in MB.
+# A program, its arguments, and what it was measured to allocate besides the account, in MB.
 MEASURED = {
     "eigh": (jnp.linalg.eigh, [MATRIX], 2.1),
     "svd": (jnp.linalg.svd, [MATRIX], 3.1),

@@ -184,7 +184,7 @@ class TestTheFastSize:
         assert SMALLEST <= size <= LARGEST
         assert math.log2(size).is_integer()
 
-    def test_what_does_not_grow_may_be_large(self):
+    def test_programs_that_do_not_grow_may_be_large(self):
         assert self.found(lambda n: 1000) == self.found(lambda n: 1000 - n) == LARGEST
 
     @given(

@@ -13,6 +13,8 @@ from curvax import MemoryUsage, _jax, memory_usage
 from curvax.memory.usage import Program
 from helpers import as_users_run, assert_same, num_bytes
 
+pytestmark = pytest.mark.optimised
+
 F64 = 8
 ROWS, COLUMNS = 300, 200
 MATRIX = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float64)
@@ -68,7 +70,7 @@ class TestPlainPrograms:
         assert told.argument_bytes == 3 * num_bytes(VECTOR) + 2 * F64
         assert told.output_bytes - told.alias_bytes == pytest.approx(2 * num_bytes(VECTOR), abs=64)
 
-    def test_what_is_no_array_is_given_as_it_is(self):
+    def test_arguments_that_are_no_arrays_are_passed_unchanged(self):
         def fun(x, kind, flag=None, extra=None):
             assert (kind, flag, extra) == ("twice", None, {"name": "b"})
             return 2 * x
@@ -170,7 +172,7 @@ def test_arrays_that_are_closed_over_count_as_arguments(name):
 
 
 @pytest.mark.parametrize("name", closures())
-def test_what_is_measured_is_what_the_function_computes(name):
+def test_the_measured_program_computes_the_function(name):
     fun, x = closures()[name], jnp.asarray(like(VECTOR))
     assert_same(Program.of(fun, [x]).compile()(x), fun(x), 1e-12, 1e-12)
 
@@ -229,7 +231,7 @@ RESIDENT = Path(__file__).with_name("resident_programs.py")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["chain", "map"])
-def test_a_call_takes_the_memory_that_was_told(name):
+def test_a_call_takes_the_predicted_memory(name):
     """Forward only: there XLA would call a library whose scratch memory is in no account."""
     command = [sys.executable, str(RESIDENT), name]
     run = subprocess.run(command, env=as_users_run(), capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ def gradient_of(weights, batch, l2):
 
 
 def factors_of(weights, x):
-    """The second moments of inputs and of cotangents, the latter for all outputs in turn."""
+    """The second moments of inputs and of cotangents, the latter for one output after the other."""
     _, output = forward(weights, x)
     found = []
     for layer in range(2):

@@ -125,7 +125,7 @@ def test_the_state_of_a_function_is_asked_for_and_not_expected(started):
         (lambda p, b: (loss(p, b), p["in"]), {}, "must be like the parameters"),
     ],
 )
-def test_what_the_function_returns_is_checked(function, options, message):
+def test_the_outputs_of_the_function_are_checked(function, options, message):
     optimizer = make(function, value_func_for_estimator=loss, **options)
     params = make_params()
     state = optimizer.init(params, key(0), make_batch())

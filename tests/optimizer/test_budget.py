@@ -11,6 +11,8 @@ from curvax.optimizer.programs import sizes_within
 from helpers import assert_same, key
 from optimizer.problems import ADAPTIVE, make
 
+pytestmark = pytest.mark.optimised
+
 FIXED = {"learning_rate": 0.1, "momentum": 0.5, "damping": 0.1}
 RULES = {"fixed": ({}, FIXED), "adaptive": (ADAPTIVE, {})}
 
@@ -82,7 +84,7 @@ def used_by(monkeypatch, optimizer, params, batch, **values):
         pytest.param("convolutional", "fixed", marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_step_stays_within_its_budget(monkeypatch, model, rule):
+def test_a_step_stays_within_its_budget(monkeypatch, model, rule):
     loss, make_params, make_batch = MODELS[model]
     options, values = RULES[rule]
     budget, batch = BUDGETS[model], make_batch()
@@ -114,7 +116,7 @@ def test_the_step_is_compiled_once_where_that_is_enough(monkeypatch):
 
 
 class Step:
-    """A step with some bytes of its own beside parts that need some bytes for each example."""
+    """A step with some bytes of its own besides parts that need some bytes for each example."""
 
     def __init__(self, own, each):
         self.own, self.each, self.asked = own, each, []
@@ -127,7 +129,7 @@ class Step:
         return self.own + size * self.each
 
 
-def test_parts_are_given_less_until_the_whole_fits():
+def test_parts_are_given_less_until_the_step_fits():
     step = Step(own=300, each=10)
     sizes = sizes_within(1000, 900, step)
     assert step(sizes) <= 1000
@@ -144,7 +146,7 @@ def test_small_microbatches_are_tried_where_nothing_is_left_for_parts(own):
     assert step(sizes_within(1000, 20, step)) <= 1000
 
 
-def test_the_least_that_a_step_needs_is_told():
+def test_the_error_names_the_least_that_a_step_needs():
     with pytest.raises(MemoryBudgetError, match="microbatches of one example") as caught:
         sizes_within(1000, 900, Step(own=995, each=10))
     assert caught.value.smallest_budget == 1005

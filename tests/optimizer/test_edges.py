@@ -141,7 +141,7 @@ def test_arrays_that_were_given_away_are_named():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_state_that_is_none_is_told(started):
+def test_a_state_of_another_type_is_rejected(started):
     optimizer, params, _ = started
     message = r"state must be one that init returned, got NoneType.*optimizer\.init\("
     with pytest.raises(TypeError, match=message):
@@ -184,7 +184,7 @@ def test_microbatches_of_examples_that_interact_can_be_allowed_as_the_error_says
     assert float(step(**recommended(error)).stats["loss"]) > 0
 
 
-def test_a_value_that_is_refused_leaves_the_optimizer_as_it_was():
+def test_a_value_that_is_rejected_leaves_the_optimizer_as_it_was():
     optimizer = make()
     with pytest.raises(ValueError, match="norm_constraint must be positive"):
         optimizer.norm_constraint = -1.0
@@ -293,7 +293,7 @@ class TestOptax:
         inputs = 2 * make_batch()[0]
         assert_same(factor.value[:3, :3], inputs.T @ inputs / 12, 1e-9)
 
-    def test_options_without_meaning_are_refused(self):
+    def test_options_without_meaning_are_rejected(self):
         for name in ("debug", "multi_device", "include_norms_in_stats"):
             with pytest.raises(TypeError, match=f"mean nothing here: {name}"):
                 curvax.kfac(loss, make_batch(), 0.1, **{name: True})

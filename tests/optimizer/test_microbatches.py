@@ -10,6 +10,8 @@ import curvax
 from helpers import assert_same, key, temporaries
 from optimizer.problems import ADAPTIVE, VALUES, loss, make, make_batch, make_params, train
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_steps_in_microbatches_equal_those_at_once(size):
@@ -20,7 +22,7 @@ def test_steps_in_microbatches_equal_those_at_once(size):
     assert_same(state.damping, other.damping)
 
 
-def test_what_else_the_function_returns_is_averaged():
+def test_other_outputs_of_the_function_are_averaged():
     def with_more(params, count, batch):
         x, _ = batch
         return loss(params, batch), (count + 1, {"mean": jnp.mean(x), "count": count})
@@ -40,7 +42,7 @@ def test_what_else_the_function_returns_is_averaged():
     assert int(after) == 1
 
 
-def test_rows_are_told_from_what_happens_to_be_as_long():
+def test_rows_are_distinguished_from_arrays_of_the_same_length():
     """Also if the function takes no batch that is larger; then all that is as long is rows."""
     params, batch = make_params(), make_batch()
     length = len(batch[0])

@@ -133,7 +133,7 @@ class TestHydrogen:
         assert all(np.abs(leaf).max() < 1e-12 for leaf in jax.tree.leaves(gradient))
 
     @pytest.mark.slow
-    def test_the_whole_example_finds_the_ground_state(self):
+    def test_the_example_finds_the_ground_state(self):
         run = subprocess.run(
             [sys.executable, "-W", "error", "-m", "examples.vmc_hydrogen"],
             env=as_users_run(),
@@ -158,7 +158,7 @@ class TestCurvature:
         np.testing.assert_allclose(found[-3:, -3:], expected[-3:, -3:], 1e-10)
         np.testing.assert_allclose(found, only_blocks(found, [1, 15, 3]))
 
-    def test_the_block_of_ones_own_is_the_product_of_its_factors(self, stepped):
+    def test_the_user_supplied_block_is_the_product_of_its_factors(self, stepped):
         params, batch, found, _ = stepped
         ((layer,), out) = params["hidden"], params["out"]
         x = batch[:, 0]

@@ -217,7 +217,7 @@ def mirrored_autoencoder():
 
 @PLAIN.add(tapped=True)
 def low_rank():
-    """Adapters beside weights that are kept, which are no parameters here."""
+    """Adapters next to frozen weights, which are no parameters here."""
     kept = draw(a=(6, 5), b=(5, 3))
 
     def loss(params, x, targets, tap=keep):

@@ -1,4 +1,4 @@
-"""A user's own block, for a layer of a user's own, gives what ours gives for the same layer."""
+"""A user-supplied block of a user-supplied layer gives what ours gives for the same layer."""
 
 import functools
 
@@ -104,7 +104,7 @@ def test_all_modes(mode):
     assert_same(theirs, ours, 1e-9, 1e-10)
 
 
-def test_it_is_the_default_only_inside_of_the_setting():
+def test_it_is_the_default_only_inside_the_setting():
     assert curvax.get_default_tag_to_block_ctor("repeated_dense_tag") is RepeatedDense
     with curvax.set_default_tag_to_block_ctor("repeated_dense_tag", curvax.NaiveDiagonal):
         assert curvax.get_default_tag_to_block_ctor("repeated_dense") is curvax.NaiveDiagonal

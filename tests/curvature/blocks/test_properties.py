@@ -162,7 +162,7 @@ class TestScaledIdentity:
         with pytest.raises(ValueError, match=r"the scale must be positive, got 0\.0"):
             blocks_of("mlp", {"dense": ctor})
 
-    def test_it_is_what_it_is(self):
+    def test_it_is_the_identity_times_its_scale(self):
         given = case("mlp", "squared")
         estimator = curvax.BlockDiagonalCurvature(
             given.func, layer_tag_to_block_ctor={"dense": curvax.ScaledIdentity}

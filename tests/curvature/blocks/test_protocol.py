@@ -127,7 +127,7 @@ def test_a_first_power_that_is_cached_is_of_when_it_was_updated():
 
 
 def test_more_powers_than_the_threshold_are_cached_as_eigenvectors():
-    """Also if the state was not made for so many."""
+    """Also if the state was made for fewer."""
     blocks = BY_NAME["full"]
     with curvax.set_default_eigen_decomposition_threshold(2):
         estimator = blocks.estimator()

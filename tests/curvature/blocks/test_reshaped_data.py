@@ -223,7 +223,7 @@ def at_sites(data, batch_size):
     return data | {"sites": tuple(sites)}, batch_size
 
 
-def anew(data, batch_size):
+def rebuilt(data, batch_size):
     """A new dictionary, of nothing but what is needed."""
     changed, _ = scaled(data, None)
     return {key: changed[key] for key in ("inputs", "outputs_tangents")}, batch_size
@@ -325,7 +325,7 @@ SCALED = cases(
         *((name, kind, scaled) for name in LAYERS for kind in ("Full", "Diagonal")),
         *((name, "Kronecker", scaled) for name in LAYERS if name != "scales"),
         *((name, "Kronecker", at_sites) for name in ("loop", "stack", "twice")),
-        *((name, "Full", anew) for name in ("positions", "twice")),
+        *((name, "Full", rebuilt) for name in ("positions", "twice")),
     ],
 )
 
@@ -368,7 +368,7 @@ def test_steps_of_a_loop():
     assert_same(*matrices("loop", KRONECKER, flat), 1e-9, 1e-10)
 
 
-def test_gradients_of_the_whole_batch():
+def test_gradients_of_the_full_batch():
     change = lambda data, size: (both(data, lambda g: 3 * g, ["params_tangents"]), size)
     found, plain = matrices("dense", {"dense": curvax.NaiveDiagonal}, change)
     assert_same(found, 9 * plain, 1e-9, 1e-10)

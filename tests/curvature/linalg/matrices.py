@@ -1,4 +1,4 @@
-"""Matrices that the tests of `curvax.linalg` share, and shapes for them."""
+"""Matrices that the tests of `curvax.curvature.linalg` share, and shapes for them."""
 
 import numpy as np
 from hypothesis import strategies as st

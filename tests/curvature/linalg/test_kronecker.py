@@ -124,7 +124,7 @@ def test_a_basis_can_be_entered_and_left(product):
 
 
 @pytest.mark.parametrize("exponent", [-1, 1, -0.5])
-def test_damping_is_split_by_the_ratio_of_scales(product, exponent):
+def test_damping_is_divided_by_the_ratio_of_scales(product, exponent):
     kronecker, factors, (a, b) = product
     pi = np.sqrt((np.trace(a) / 3) / (np.trace(b) / 4))
     found = powers(kronecker, *factors, 0.25, exponent)
@@ -159,7 +159,7 @@ def test_stacks_are_computed_together():
         np.testing.assert_allclose(approximate[0][k], expected, atol=1e-9)
 
 
-def test_damping_is_split_between_factors_of_very_different_sizes():
+def test_damping_is_divided_between_factors_of_very_different_scales():
     product = Kronecker(DenseSide(3), DenseSide(3))
     factors = [jnp.eye(3, dtype=jnp.float32) * size for size in (1e10, 1e-30)]
     inputs, outputs = powers(product, *factors, jnp.float32(1e-3), -1)

@@ -36,7 +36,7 @@ def test_an_average_of_nothing_is_zero():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused_and_counted(bad):
+def test_values_that_are_not_finite_are_skipped_and_counted(bad):
     average = WeightedMovingAverage.zeros_like({"a": jnp.ones(2), "b": jnp.ones(())})
     average.update({"a": jnp.ones(2), "b": jnp.array(3.0)}, 0.9, 0.1)
     before = jax.tree.map(np.asarray, (average.raw_value, average.weight))
@@ -78,7 +78,7 @@ def test_it_is_a_pytree_that_a_scan_can_carry():
     assert len(jax.tree.leaves(average)) == 3
 
 
-def test_devices_average_what_they_have():
+def test_averages_are_over_all_devices():
     values = jnp.array([[1.0, 2.0], [3.0, jnp.nan]])
 
     def local(value):

@@ -85,7 +85,7 @@ def test_a_condition_in_python_stays_in_python():
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_what_runs_conditionally(flag):
+def test_run_if_runs_the_function_conditionally(flag):
     state = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
     run = jax.jit(lambda flag, state: _cpu.run_if(flag, lambda s: s | {"a": 2 * s["a"]}, state))
     found = run(flag, state)

@@ -60,7 +60,7 @@ def test_a_power_is_the_power_of_the_damped_matrix(stack, size, exponent, weight
 
 
 @pytest.mark.parametrize("exponent", [-1, 0.5])
-def test_each_matrix_can_have_a_damping_of_its_own(exponent):
+def test_each_matrix_of_a_stack_may_have_another_damping(exponent):
     matrices, weights = positive((2, 3, 4, 4)), np.arange(6.0).reshape(2, 3)
     found = jax.jit(lambda m, w: psd_power(m, w, exponent))(matrices, weights)
     damped = matrices + weights[..., None, None] * np.eye(4)
@@ -145,7 +145,7 @@ def test_singular_matrices_invert(dtype, weight, rank):
     matrix = rows.T @ rows
     inverse = inverse_of(matrix, weight)
     assert_positive(inverse, float(np.finfo(dtype).eps))
-    if rank:  # In the range of the matrix it is an inverse, whatever happens beside it.
+    if rank:  # In the range of the matrix it is an inverse, whatever happens outside it.
         damped = matrix.astype(np.float64) + weight * np.eye(12)
         inside = np.linalg.svd(rows.astype(np.float64))[2][:rank]
         expected = np.linalg.inv(inside @ damped @ inside.T)
@@ -158,12 +158,12 @@ def test_singular_matrices_invert(dtype, weight, rank):
 
 
 @pytest.mark.parametrize("exponent", [-1, -0.5, 1, 0.5])
-def test_what_is_not_a_number_comes_back(exponent):
+def test_nan_is_returned(exponent):
     matrix = jnp.eye(3).at[1, 1].set(jnp.nan)
     assert jax.jit(psd_power, static_argnums=2)(matrix, 0.1, exponent).shape == (3, 3)
 
 
-def test_one_bad_matrix_does_not_spoil_those_beside_it():
+def test_one_bad_matrix_does_not_spoil_its_neighbours():
     matrices = np.stack([positive((4, 4)), np.zeros((4, 4))])
     found = INVERSE(matrices, 0.0)
     np.testing.assert_allclose(found[0], np.linalg.inv(matrices[0]), rtol=1e-8)

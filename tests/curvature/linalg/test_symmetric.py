@@ -51,5 +51,5 @@ def test_it_is_the_same_under_jit_and_vmap(size):
 
 
 @pytest.mark.parametrize("size", [5, 70, 150])
-def test_the_inverse_of_what_is_not_positive_is_not_finite(size):
+def test_the_inverse_of_a_matrix_that_is_not_positive_is_not_finite(size):
     assert not np.all(np.isfinite(jax.jit(positive_inverse)(-np.eye(size))))

@@ -9,6 +9,8 @@ import pytest
 from curvax.curvature.patches.moments import patches_moments, patches_moments_explicit
 from helpers import num_bytes, temporaries
 
+pytestmark = pytest.mark.optimised
+
 moments = functools.partial(patches_moments, kernel_spatial_shape=3, padding="SAME")
 explicit = functools.partial(patches_moments_explicit, kernel_spatial_shape=3, padding="SAME")
 

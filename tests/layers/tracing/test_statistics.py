@@ -16,6 +16,8 @@ from helpers import assert_same, temporaries
 from layers.models import B, W, X, biased, normal
 from layers.tracing.book import at_layers
 
+pytestmark = pytest.mark.optimised
+
 
 def with_loss(f):
     def loss(params, x):
@@ -151,7 +153,7 @@ def test_layers_that_a_loss_does_not_see():
 class TestTyped:
     """What a statistic depends on, and how it is reduced, is said by its type, not by its name."""
 
-    def test_sums_are_apart_by_what_they_depend_on(self):
+    def test_sums_are_grouped_by_what_they_depend_on(self):
         typed = {
             "a": Statistic(FACTORS["inputs"], "inputs"),
             "b": Statistic(FACTORS["outputs"], "cotangents"),
@@ -181,7 +183,7 @@ class TestTyped:
 
 
 class TestErrors:
-    def test_statistics_that_differ_from_place_to_place(self):
+    def test_statistics_that_differ_between_uses(self):
         f = with_loss(lambda p, x: (x @ p["w"])[:2] + x[:2] @ p["w"])
         sizes = lambda layer, place: {"inputs": lambda x, _: x[0]}
         with pytest.raises(ValueError, match=r"'inputs' of the layer .* Give them different names"):
@@ -197,7 +199,7 @@ def operations(fun, *args):
     return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
 
 
-def test_what_nobody_reads_is_not_computed():
+def test_unused_statistics_are_not_computed():
     p = {"w": normal(0, 64, 64), "b": normal(1, 64), "v": normal(2, 64, 64)}
     x = normal(3, 128, 64)
     compute = statistics_of(with_loss(deep))

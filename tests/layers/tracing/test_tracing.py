@@ -167,7 +167,7 @@ class TestMergedLosses:
         assert loss.parameter_dependants[0].shape == (4, 3)
         assert loss.evaluate().shape == (4,)
 
-    def test_what_is_the_same_for_all_is_repeated(self):
+    def test_values_shared_by_all_examples_are_repeated(self):
         target = normal(2, 3, 2)
         f = lambda w, x: jax.vmap(lambda x: curvax.register_squared_error_loss(x @ w, target))(x)
         (loss,) = self.losses(f, normal(0, 2, 2), normal(1, 4, 3, 2))
@@ -263,7 +263,7 @@ class TestVectorsInVmap:
         assert loss.parameter_dependants[0].shape == (5, 4)
         assert loss.evaluate().shape == (5,)
 
-    def test_a_loss_of_ones_own(self):
+    def test_a_user_supplied_loss(self):
         root = lambda y, t: jnp.sqrt(1 + jnp.sum((y - t) ** 2))
         one = lambda w, x: curvax.register_loss(root, x @ w, jnp.ones(4))
         (loss,), _ = loss_tags_vjp(lambda w, x: jax.vmap(one, (None, 0))(w, x))((W, X))
