@@ -99,7 +99,7 @@ class TestPlainPrograms:
             def memory_analysis(self):
                 return None
 
-        words = r"^curvax\.MemoryUsage: .* does not tell .* sizes instead of memory budgets"
+        words = r"^curvax\.MemoryUsage: .* does not report .* sizes instead of memory budgets"
         with pytest.raises(NotImplementedError, match=words):
             MemoryUsage.of(Silent())
 
