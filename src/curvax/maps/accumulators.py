@@ -486,7 +486,7 @@ class Reduction:
         count = 1 if self.sharding is None else self.sharding.partition.count
         if accumulator.combine is None and count > 1:
             raise ValueError(
-                f"{where()}: the examples are sharded over {count} devices, "
+                f"{where()}: the examples are sharded among {count} devices, "
                 f"and this Accumulator does not say how to combine their carries. Construct it "
                 f"with combine=, a function of two carries."
             )

@@ -1,13 +1,12 @@
 """`microbatch`: a function of a batch, run on one microbatch at a time."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from curvax._errors import check_count, check_divides, check_size
@@ -206,7 +205,7 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
     """
     size = check_count("microbatch_size", microbatch_size)
 
-    def reshape(path: KeyPath, leaf: ArrayLike) -> Array:
+    def reshape(path: tuple[Hashable, ...], leaf: ArrayLike) -> Array:
         name = leaf_name("tree", path)
         x = jnp.asarray(leaf)
         dim = canonicalize_axis(axis, x.ndim, f"{name} of shape {x.shape}")

@@ -6,15 +6,24 @@ import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeAlias
-
-import jax
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from curvax import _jax
 from curvax._errors import as_integer, where
 
 
-def available_memory(device: jax.Device | None = None) -> int:
+@runtime_checkable
+class Device(Protocol):
+    """The part of a `jax.Device` that is needed here."""
+
+    platform: str
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Return the device's memory statistics, None if it has none."""
+        ...
+
+
+def available_memory(device: Device | None = None) -> int:
     """Return the number of bytes that can still be allocated on a device.
 
     On an accelerator, this is its limit minus the bytes in use. On a CPU, it is the minimum of the
@@ -22,7 +31,7 @@ def available_memory(device: jax.Device | None = None) -> int:
     the process allow, and of the rest of its address-space limit.
 
     Arguments:
-        device: The device, None for JAX's default device.
+        device: A `jax.Device`, None for JAX's default device.
 
     Returns:
         The number of bytes at the time of the call. A plan for a fraction of it is a plan for that
@@ -42,7 +51,7 @@ def available_memory(device: jax.Device | None = None) -> int:
     return _of_host(Path("/"))
 
 
-def _of_accelerator(device: jax.Device) -> int:
+def _of_accelerator(device: Device) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise NotImplementedError(

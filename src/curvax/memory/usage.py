@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +257,7 @@ def memory_usage(fun: Fun, *args: PyTree, **kwargs: PyTree) -> MemoryUsage:
         added by a call     2.00 MiB
     """
     if _jax.is_jitted(fun):
-        return _of_jitted(fun, args, kwargs)
+        return _of_jitted(cast(Wrapped, fun), args, kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
