@@ -94,7 +94,7 @@ class TestPlainPrograms:
     def test_a_program_without_arguments(self):
         assert memory_usage(lambda: jnp.ones(1000)).output_bytes == 1000 * F64
 
-    def test_unknown_accounts_are_said(self):
+    def test_unknown_accounts_are_said(self, unchecked):
         class Silent:
             def memory_analysis(self):
                 return None

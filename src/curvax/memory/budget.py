@@ -45,9 +45,9 @@ def available_memory(device: Device | None = None) -> int:
         >>> available_memory() > 0
         True
     """
-    device = _jax.default_device() if device is None else device
-    if device.platform != "cpu":
-        return _of_accelerator(device)
+    target: Device = _jax.default_device() if device is None else device
+    if target.platform != "cpu":
+        return _of_accelerator(target)
     return _of_host(Path("/"))
 
 

@@ -352,7 +352,7 @@ def _calls(text: str) -> Iterator[_Call]:
     """Yield the instructions in the HLO text of a program that a library may run."""
     shapes: dict[str, _Shape] = {}
     fusions: dict[str, str] = {}
-    found: list[tuple[str, str, str, str, str]] = []
+    candidates: list[tuple[str, str, str, str, str]] = []
     computation = ""
     for line in text.splitlines():
         header = _HEADER.match(line)
@@ -365,12 +365,12 @@ def _calls(text: str) -> Iterator[_Call]:
         name, type_, operation, operands, rest = match.groups()
         shape = _SHAPE.search(type_)
         if shape is not None:  # The first one, if there are several results.
-            shapes[name] = _Shape(shape.group(1), _numbers(shape.group(2)))
+            shapes[name] = _Shape(shape.group(1), _integers(shape.group(2)))
         if operation == "fusion":
             fusions |= {called: kind for kind, called in _FUSION.findall(rest)}
         elif operation in _WANTED:
-            found.append((computation, operation, name, operands, rest))
-    for computation, operation, name, operands, rest in found:
+            candidates.append((computation, operation, name, operands, rest))
+    for computation, operation, name, operands, rest in candidates:
         kind = fusions.get(computation)
         if kind is not None and kind != "kCustom":
             continue  # Part of a fused loop, for which XLA generates code.
@@ -485,11 +485,11 @@ _FORMULAS: Mapping[str, Callable[[_Call], int]] = {
 
 
 def _attribute(call: _Call, name: str) -> tuple[int, ...]:
-    found = re.search(rf"\b{name}={{([\d,]*)}}", call.text)
-    return _numbers(found.group(1)) if found is not None else ()
+    match = re.search(rf"\b{name}={{([\d,]*)}}", call.text)
+    return _integers(match.group(1)) if match is not None else ()
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(",") if x)
 
 
