@@ -79,8 +79,7 @@ class MeshAxis:
                     f"is to be split, with axis=."
                 )
             return cls(mesh, tuple(mesh.axis_names))
-        is_several = isinstance(axis, Sequence) and not isinstance(axis, str)
-        names = tuple(axis) if is_several else (axis,)
+        names = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
         missing = [name for name in names if name not in mesh.axis_names]
         if missing or not names or len(set(names)) < len(names):
             raise ValueError(
