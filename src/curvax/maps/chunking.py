@@ -153,8 +153,7 @@ def _run_all(
         end = run.first + run.count
         if isinstance(limit, jax.Array):
             end = jnp.clip(limit, run.first, end)
-            next_index, carry = lax.fori_loop(run.first, end, body, state)
-        elif run.count > 1:
+        if run.count > 1 or isinstance(limit, jax.Array):
             next_index, carry = lax.fori_loop(run.first, end, body, state)
         elif has_optional is not None and run is runs[-1]:
             # A loop of at most one step would have no reverse-mode derivative.
