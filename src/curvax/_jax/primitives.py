@@ -8,7 +8,7 @@ from jax.interpreters import ad, batching, mlir
 
 from curvax._jax.arrays import varying_like
 from curvax._jax.core import Primitive, Value
-from curvax._types import Array
+from curvax._types import Array, ArrayLike
 
 Tangent: TypeAlias = Value | ad.Zero
 """A tangent or cotangent; `ad.Zero` is a zero that is never allocated."""
@@ -60,7 +60,7 @@ class Tag(Primitive):
 
     def _batch(
         self,
-        args: Sequence[Array],
+        args: Sequence[ArrayLike],
         axes: Sequence[int | None],
         *,
         stacked: tuple[tuple[bool, ...], ...],
