@@ -68,10 +68,11 @@ class BlockPrograms:
         cls, problem: BlockProblem, x: PyTree, axis: MeshAxis | None
     ) -> tuple["BlockPrograms", PyTree]:
         """Prepare a problem with one part at a point. Return its programs and `aux`."""
-        prepare = (
-            jax.jit if axis is None else lambda fun: axis.shard_map(fun, (REPLICATED,), REPLICATED)
-        )
-        prepared, aux = prepare(problem.prepare)(x)
+        if axis is None:
+            prepare = jax.jit(problem.prepare)
+        else:
+            prepare = axis.shard_map(problem.prepare, (REPLICATED,), REPLICATED)
+        prepared, aux = prepare(x)
         (part,) = problem.parts
         return cls(part, prepared, axis), aux
 
@@ -306,8 +307,8 @@ def _traced(fun: Fun, x: PyTree, path: Path, options: Options) -> tuple[_jax.Clo
         if isinstance(const, jax.Array) and not const.is_fully_addressable:
             raise ValueError(
                 f"{where()}: f closes over an array {const.dtype}{list(const.shape)} that is "
-                f"sharded over several processes, but each of them computes its blocks for the "
-                f"disk by itself. Let it close over what jax.experimental.multihost_utils."
+                f"spread over several processes, but each of them computes its blocks for the disk "
+                f"by itself. Let it close over what jax.experimental.multihost_utils."
                 f"process_allgather(array, tiled=True) returns."
             )
     return program, shapes
@@ -372,8 +373,8 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
 def disk_errors(path: Path) -> Generator[None]:
     """Add advice to errors of writing: the disk is full, or read-only."""
     advice = {
-        errno.ENOSPC: "Free some space, or choose a path on another disk.",
-        errno.EDQUOT: "Free some space, or choose a path on another disk.",
+        errno.ENOSPC: "Make room, or choose a path on another disk.",
+        errno.EDQUOT: "Make room, or choose a path on another disk.",
         errno.EROFS: "Choose a path that can be written.",
         errno.EACCES: "Choose a path that can be written.",
         errno.EPERM: "Choose a path that can be written.",
