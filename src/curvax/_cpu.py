@@ -4,7 +4,7 @@ All of them are in this file. On other platforms every function here runs its pl
 that a reader interested in GPUs can read `_plain_...` and skip the rest. Two costs are peculiar to
 CPUs. First, LLVM compiles every kernel, at some 15 ms each; equal kernels are compiled once, and
 matrix products, which a library computes, not at all. Second, LAPACK factorises large matrices on
-a thread pool of its own, whose threads busy-wait afterwards and take a core from XLA's.
+a separate thread pool, whose threads busy-wait afterwards and take a core from XLA's.
 
 `on_cpus` selects the formulation at trace time, by `jax.default_backend()`.
 (`lax.platform_dependent` selects at lowering time, but traces both formulations at each call.) So a

@@ -1,7 +1,7 @@
 """Classes of JAX that signatures name: jaxprs and what they consist of, and the types of arrays.
 
 The classes of jaxprs are public in `jax.extend.core`. That module imports every primitive of JAX,
-which takes a tenth of a second, so that at run time they are taken from where `import jax` has
+which takes some 50 ms, so that at run time they are taken from where `import jax` has
 loaded them already.
 """
 

@@ -79,7 +79,7 @@ def define_linear_identity(
     batch: Callable[..., tuple[Sequence[Value], Sequence[int | None]]],
     pull_back: Callable[..., Sequence[Array]],
 ) -> None:
-    """Define a primitive that returns its first operands, with a transpose of its own.
+    """Define a primitive that returns its first operands, with a user-supplied transpose.
 
     Its operands are `num_kept` arrays that it returns, `num_known` known arrays, and others. It is
     linear in the first and the last. The last do not contribute to the result, but they have

@@ -60,7 +60,7 @@ class Options:
     """Devices among which columns are sharded; None for JAX's default device."""
     replicated: bool
     to_disk: bool
-    """Whether results go to disk. Columns are then not sharded: devices compute whole blocks."""
+    """Whether results go to disk. Columns are then not sharded: each block runs on one device."""
 
     @property
     def has_size(self) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from curvax import _jax
 
@@ -137,7 +136,7 @@ def _array(x: _jax.Value) -> str:
     data = np.asarray(_jax.unwrap_keys(x) if isinstance(x, jax.Array) else x)
     flat = np.ascontiguousarray(data).reshape(-1)
     # A view of the bytes: a copy could be as large as the largest input.
-    content = flat.view(np.uint8) if flat.size and flat.dtype.itemsize else b""
+    content = flat.view(np.uint8).data if flat.size and flat.dtype.itemsize else b""
     return f"{data.dtype if dtype is None else dtype}{list(data.shape)} {_sha256(content)}"
 
 
@@ -152,5 +151,5 @@ def _name(x: object) -> str:
     return f"{named.__module__}.{getattr(named, '__qualname__', '')}"
 
 
-def _sha256(content: bytes | NDArray[np.uint8]) -> str:
+def _sha256(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()

@@ -29,7 +29,7 @@ LONGEST_PAUSE = 1.0
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """This process, with index `index` among `count` processes that write together."""
 
     index: int
@@ -38,8 +38,8 @@ class Team:
     """The local devices that compute; None for JAX's default device."""
 
     @classmethod
-    def of(cls, axis: MeshAxis | None) -> "Team":
-        """Return the team of all processes, or of this one if the mesh has only local devices."""
+    def of(cls, axis: MeshAxis | None) -> "ProcessGroup":
+        """Return the group of all processes, or of this one if the mesh has only local devices."""
         index, count = jax.process_index(), jax.process_count()
         if count == 1 or (axis is not None and not axis.is_multi_process):
             return cls(0, 1, axis)

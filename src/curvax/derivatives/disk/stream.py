@@ -2,7 +2,7 @@
 
 The function is linearised once, and a compiled program computes one block after the other from that
 (`BlockPrograms`). `BlockStore` records which blocks are done. The remaining ones are assigned to
-the processes of a `Team`, each of which has its devices.
+the processes of a `ProcessGroup`, each of which has its devices.
 """
 
 import errno
@@ -29,7 +29,7 @@ from curvax._types import Array, Fun, PyTree
 from curvax.derivatives.arguments import Options
 from curvax.derivatives.columns import BlockProblem, Part, Progress, check_closed_over
 from curvax.derivatives.disk.fingerprint import callbacks, fingerprint
-from curvax.derivatives.disk.processes import Team
+from curvax.derivatives.disk.processes import ProcessGroup
 from curvax.derivatives.disk.store import (
     ArraySpec,
     BlockStore,
@@ -183,21 +183,21 @@ def stream(
     if any(map(_jax.is_tracer, jax.tree.leaves(x))):
         raise ValueError(f"{where()}: {_NOT_TRACED.format(out)}")
     check_closed_over(problem.prepare, x, options)
-    team = Team.of(options.axis)
-    x = team.replicate_locally(x)
-    with team.local_mesh():
-        wanted = team.all_or_none(
+    processes = ProcessGroup.of(options.axis)
+    x = processes.replicate_locally(x)
+    with processes.local_mesh():
+        wanted = processes.all_or_none(
             lambda: _Wanted.of(problem, x, check_path(out), overwrite, options),
             "checking the arguments",
         )
-        if team.count > 1:
+        if processes.count > 1:
             check_agreement(wanted.described(x))
-        blocks, aux = team.all_or_none(
-            lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
+        blocks, aux = processes.all_or_none(
+            lambda: BlockPrograms.of(problem, x, processes.axis), "linearising the function"
         )
         with disk_errors(wanted.path):
-            store = _opened(wanted, blocks, options, block_size, team, verify)
-            _write_unfinished(store, blocks, team, progress)
+            store = _opened(wanted, blocks, options, block_size, processes, verify)
+            _write_unfinished(store, blocks, processes, progress)
     return store.arrays(), aux
 
 
@@ -319,7 +319,7 @@ def _opened(
     blocks: BlockPrograms,
     options: Options,
     block_size: int,
-    team: Team,
+    processes: ProcessGroup,
     verify: bool,
 ) -> BlockStore:
     """Open the store in the first process, which chooses the block size, then in the others."""
@@ -327,7 +327,7 @@ def _opened(
     def open_first() -> BlockStore:
         recorded = wanted.resumed_block_size()
         # At least one block for every device.
-        most = -(-blocks.part.length // (blocks.at_once * team.count))
+        most = -(-blocks.part.length // (blocks.at_once * processes.count))
         if options.budget is not None:
             size = blocks.planned_size(options.budget, recorded, most)
         elif options.has_size:
@@ -336,19 +336,27 @@ def _opened(
             size = recorded or blocks.default_size(wanted.specs, most)
         return wanted.opened(size, verify)
 
-    store = team.all_or_none(lambda: open_first() if team.is_first else None, "opening the store")
-    size = int(team.sent_by_first(np.array(0 if store is None else store.block_size, np.int32)))
-    return team.all_or_none(lambda: store or wanted.joined(size, team.index), "opening the store")
+    store = processes.all_or_none(
+        lambda: open_first() if processes.is_first else None, "opening the store"
+    )
+    size = int(
+        processes.sent_by_first(np.array(0 if store is None else store.block_size, np.int32))
+    )
+    return processes.all_or_none(
+        lambda: store or wanted.joined(size, processes.index), "opening the store"
+    )
 
 
-def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, progress: bool) -> None:
+def _write_unfinished(
+    store: BlockStore, blocks: BlockPrograms, processes: ProcessGroup, progress: bool
+) -> None:
     """Compute and write the unfinished blocks, which are assigned to processes round-robin."""
     if not store.num_blocks:
         return
     missing = np.zeros(store.num_blocks, np.uint8)
     missing[store.unfinished()] = 1
-    unfinished = np.flatnonzero(team.sent_by_first(missing)).tolist()
-    assigned, left = unfinished[team.index :: team.count], len(unfinished)
+    unfinished = np.flatnonzero(processes.sent_by_first(missing)).tolist()
+    assigned, left = unfinished[processes.index :: processes.count], len(unfinished)
     bar = Progress(where().partition(".")[2], store.num_blocks, store.num_blocks - left)
 
     def is_done() -> bool:
@@ -366,7 +374,7 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
         del computed  # Free it before the next blocks are computed.
         if progress:
             is_done()
-    team.wait_until(is_done)
+    processes.wait_until(is_done)
 
 
 @contextmanager
