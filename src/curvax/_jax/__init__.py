@@ -51,6 +51,7 @@ from curvax._jax.core import (
 )
 from curvax._jax.jaxprs import (
     Kind as Kind,
+    Program as Program,
     Same as Same,
     ScanForm as ScanForm,
     as_function as as_function,

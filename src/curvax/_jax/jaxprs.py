@@ -55,7 +55,14 @@ def _unwrapped(params: Params) -> Params:
     return params if high is None else high.params
 
 
-def as_program(x: object) -> tuple[Jaxpr, Sequence[Value]] | None:
+class Program(NamedTuple):
+    """A jaxpr and its constants, whichever class holds them in this version of JAX."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Value]
+
+
+def as_program(x: object) -> Program | None:
     """Return a jaxpr and its constants if `x` is a jaxpr, closed or not; else None.
 
     This finds inner jaxprs, whatever the name and the form in which parameters hold them.
@@ -63,8 +70,8 @@ def as_program(x: object) -> tuple[Jaxpr, Sequence[Value]] | None:
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
     if isinstance(x, ClosedJaxpr):
-        return x.jaxpr, x.consts
-    return (x, ()) if isinstance(x, Jaxpr) else None
+        return Program(x.jaxpr, x.consts)
+    return Program(x, ()) if isinstance(x, Jaxpr) else None
 
 
 def as_function(program: ClosedJaxpr) -> OnLeaves:
@@ -109,7 +116,7 @@ def inner_program(equation: JaxprEqn) -> tuple[Kind, ClosedJaxpr | None]:
     kind, key = _KINDS.get(operation_name(equation), ("opaque", None))
     params = parameters(equation)
     program = None if key is None else as_program(params[key])
-    if program is not None and len(program[0].invars) == len(equation.invars):
+    if program is not None and len(program.jaxpr.invars) == len(equation.invars):
         return kind, closed(*program)
     return ("opaque" if any(map(_holds_program, params.values())) else "plain"), None
 
@@ -134,10 +141,10 @@ def equations_inside(
         elif isinstance(x, JaxprEqn):
             pending += parameters(x).values()
         program = as_program(x)
-        if program is not None and id(program[0]) not in seen:
-            seen.add(id(program[0]))
-            yield from program[0].eqns
-            pending += program[0].eqns
+        if program is not None and id(program.jaxpr) not in seen:
+            seen.add(id(program.jaxpr))
+            yield from program.jaxpr.eqns
+            pending += program.jaxpr.eqns
 
 
 def callback_name(equation: JaxprEqn) -> str | None:
@@ -239,7 +246,7 @@ def _called(params: Params) -> Jaxpr | None:
     """Return the jaxpr of a function with a derivative rule, if these are its parameters."""
     params = _unwrapped(params)
     program = as_program(params.get("call_jaxpr", params.get("traced")))
-    return None if program is None else program[0]
+    return None if program is None else program.jaxpr
 
 
 def trace(fun: Callable[..., T], *args: PyTree) -> Callable[..., T]:

@@ -664,7 +664,7 @@ def _count_dependents(
     for eqn in jaxpr.eqns:
         read = known(eqn.invars)
         programs = map(_jax.as_program, _jax.parameters(eqn).values())
-        called = [program[0] for program in programs if program is not None]
+        called = [program.jaxpr for program in programs if program is not None]
         if len(called) == 1 and len(called[0].invars) == len(read):
             written = _count_dependents(called[0], read, count)
         else:

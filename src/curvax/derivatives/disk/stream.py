@@ -339,9 +339,8 @@ def _opened(
     store = processes.all_or_none(
         lambda: open_first() if processes.is_first else None, "opening the store"
     )
-    size = int(
-        processes.sent_by_first(np.array(0 if store is None else store.block_size, np.int32))
-    )
+    chosen = np.array(0 if store is None else store.block_size, np.int32)
+    size = int(processes.sent_by_first(chosen))
     return processes.all_or_none(
         lambda: store or wanted.joined(size, processes.index), "opening the store"
     )
