@@ -76,7 +76,8 @@ def gauss_newton(
             instead of saved, which takes less memory and more time.
         batch_size: Number of columns in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
-            in any form that `parse_memory` accepts. Instead of `nbatches` or `batch_size`.
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
         objective: How to choose a size within the budget. "memory" takes the largest block that
             fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
             whose temporaries stay in the cache, elsewhere the largest.

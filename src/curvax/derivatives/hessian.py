@@ -158,8 +158,8 @@ def hessian(
             small; the memory of a large block is mostly that of its tangents.
         batch_size: Number of columns in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
-            in any form that `parse_memory` accepts. Instead of `nbatches` or `batch_size`. With
-            `out`, the memory that is held while a block is computed.
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts. With `out`, the memory that is held while a block is computed.
         objective: How to choose a size within the budget. "memory" takes the largest block that
             fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
             whose temporaries stay in the cache, elsewhere the largest.
@@ -298,7 +298,8 @@ def hessian_diagonal(
             instead of saved, which takes less memory and more time.
         batch_size: Number of columns in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
-            in any form that `parse_memory` accepts. Instead of `nbatches` or `batch_size`.
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
         objective: How to choose a size within the budget. "memory" takes the largest block that
             fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
             whose temporaries stay in the cache, elsewhere the largest.
@@ -393,7 +394,8 @@ def hessian_blocks(
             instead of saved, which takes less memory and more time.
         batch_size: Number of columns in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
-            in any form that `parse_memory` accepts. Instead of `nbatches` or `batch_size`.
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
         objective: How to choose a size within the budget. "memory" takes the largest block that
             fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
             whose temporaries stay in the cache, elsewhere the largest.
@@ -565,11 +567,11 @@ def compute_triangle(
     leaves, written, aux = jax.tree.leaves(x), None, None
 
     def group_of_rows(
-        index: int, leaves: Sequence[Array], written: _Written | None
+        first: int, leaves: Sequence[Array], written: _Written | None
     ) -> tuple[_Written, PyTree]:
-        """Return the matrix with the rows and the columns of a group written, and `aux`."""
-        group = groups[index]
-        following = [leaf for later in groups[index:] for leaf in later]
+        """Write the rows and the columns of `groups[first]`. Return the matrix and `aux`."""
+        group, *later_groups = groups[first:]
+        following = [*group, *(leaf for later in later_groups for leaf in later)]
 
         def gradient(in_group: dict[int, Array]) -> PyTree:
             def of_some(some: dict[int, Array]) -> PyTree:
@@ -594,17 +596,17 @@ def compute_triangle(
         if len(groups) == 1:
             rows = map_indices(row, part.size, size, each_chunk=tick)
             return (rows, jnp.zeros(())), aux
-        is_last, start = index + 1 == len(groups), point.offsets[group.start]
-        into = lambda like: _Mirrored(like, written, start, mirrored=not is_last)
+        start, mirrored = point.offsets[group.start], bool(later_groups)
+        into = lambda like: _Mirrored(like, written, start, mirrored)
         return reduce_indices(row, part.size, size, into, each_chunk=tick), aux
 
-    for index in reversed(range(len(groups))):
-        if len(groups) > 1 and not point.part(groups[index]).size:
+    for first in reversed(range(len(groups))):
+        if len(groups) > 1 and not point.part(groups[first]).size:
             continue
         if written is not None:
             # Keep the compiler from merging the linearisations, whose residuals would stay alive.
             written, leaves = lax.optimization_barrier((written, leaves))
-        written, aux = group_of_rows(index, leaves, written)
+        written, aux = group_of_rows(first, leaves, written)
     assert written is not None
     return [written[0]], aux
 

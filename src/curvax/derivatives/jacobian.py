@@ -124,8 +124,8 @@ def jacobian(
             instead of saved, which takes less memory and more time.
         batch_size: Number of columns or rows in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
-            in any form that `parse_memory` accepts. Instead of `nbatches` or `batch_size`. With
-            `out`, the memory that is held while a block is computed.
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts. With `out`, the memory that is held while a block is computed.
         objective: How to choose a size within the budget. "memory" takes the largest block that
             fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
             whose temporaries stay in the cache, elsewhere the largest.

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,15 @@ if TYPE_CHECKING:
 
     ZarrArray: TypeAlias = zarr.Array[Any]
 else:
-    ZarrArray = object  # Zarr is optional, and takes long to import.
+
+    @runtime_checkable
+    class ZarrArray(Protocol):
+        """A `zarr.Array`. Zarr itself is optional, and takes long to import."""
+
+        shape: tuple[int, ...]
+
+        def __getitem__(self, selection: slice) -> NDArray[np.generic]: ...
+
 
 FORMAT = 2
 
