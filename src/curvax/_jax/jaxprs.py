@@ -441,7 +441,7 @@ def unjitted(fun: Fun) -> Fun:
 
     The constants of a jitted function stay in an inner jaxpr; see `trace_with_constants`.
     """
-    return unjitted(getattr(fun, "__wrapped__")) if is_jitted(fun) else fun  # noqa: B009
+    return unjitted(getattr(fun, "__wrapped__", fun)) if is_jitted(fun) else fun
 
 
 def has_effects(fun: Callable[[], PyTree]) -> bool:
