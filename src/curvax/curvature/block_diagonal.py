@@ -210,7 +210,7 @@ def _param_names(at: LossMap) -> tuple[str, ...]:
 
 def _check_partition(indices: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
     """Check that each parameter is in exactly one layer, once."""
-    counts = [sum(own.count(n) for own in indices) for n in range(len(names))]
+    counts = [sum(layer.count(n) for layer in indices) for n in range(len(names))]
     wrong = [name for name, count in zip(names, counts, strict=True) if count != 1]
     if wrong:
         raise ValueError(
@@ -410,7 +410,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
     def params_block_index(self) -> PyTree:
         """The index of each parameter's block, in a pytree like the parameters."""
         structure = self._structure
-        return structure.join([[k] * len(own) for k, own in enumerate(structure.indices)])
+        return structure.join([[k] * len(params) for k, params in enumerate(structure.indices)])
 
     @property
     def num_params_variables(self) -> int:
@@ -748,7 +748,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             [[2.0, 8.0]]
         """
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
-        return tuple(block.eigenvalues(own, use_cached) for block, own in blocks)
+        return tuple(block.eigenvalues(x, use_cached) for block, x in blocks)
 
     def eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> Array:
         """Return the eigenvalues of all blocks, in the order of `blocks`.
@@ -801,7 +801,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             [(6, 6)]
         """
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
-        return tuple(block.to_dense_matrix(own) for block, own in blocks)
+        return tuple(block.to_dense_matrix(x) for block, x in blocks)
 
     def to_dense_matrix(self, state: BlockDiagonalState) -> Array:
         """Return the block-diagonal matrix, dense, with zeros between the blocks.
@@ -911,8 +911,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         """Return a power of each block times its part of a vector, by the index of the block."""
 
         def task(index: int) -> Callable[[], Sequence[Array]]:
-            block, own = self._structure.blocks[index], state.blocks_states[index]
-            return lambda: block.multiply_matpower(own, vectors[index], weights[index], *options)
+            block, block_state = self._structure.blocks[index], state.blocks_states[index]
+            vector, weight = vectors[index], weights[index]
+            return lambda: block.multiply_matpower(block_state, vector, weight, *options)
 
         work = [self._structure.blocks[index].multiply_work for index in self._replicated]
         axis = axis if self._distributed_multiplies else None

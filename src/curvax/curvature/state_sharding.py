@@ -586,11 +586,11 @@ class ShardedCurvature(BlockDiagonalCurvature):
     ) -> BlockDiagonalState:
         self._check_no_eigenvalues(eigenvalues)
         weights = self._per_block(identity_weight)
-        exact, approx = powers_of(exact_powers), powers_of(approx_powers)
+        powers = powers_of(exact_powers), powers_of(approx_powers)
         shards = []
-        for shard, own in zip(self._shards, _sharded(state).shards, strict=True):
+        for shard, x in zip(self._shards, _sharded(state).shards, strict=True):
             of_units = self._unit_weights(shard, weights)
-            shards.append(_with_cache(shard, own, of_units, exact, approx, blocks, pmap_axis_name))
+            shards.append(_with_cache(shard, x, of_units, *powers, blocks, pmap_axis_name))
         state = replace(_sharded(state), shards=tuple(shards))
         options = (exact_powers, approx_powers, eigenvalues, pmap_axis_name)
         return super().update_cache(state, identity_weight, *options, blocks=blocks)
@@ -627,14 +627,14 @@ class ShardedCurvature(BlockDiagonalCurvature):
         axis: str | None,
     ) -> dict[int, Sequence[Array]]:
         products = super()._products(state, vectors, weights, options, axis)
-        for shard, own in zip(self._shards, _sharded(state).shards, strict=True):
+        for shard, shard_state in zip(self._shards, _sharded(state).shards, strict=True):
             matrices = [
                 block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[index]])
                 for index, block in shard.indexed_blocks
             ]
             x = shard.local_rows(shard.units(matrices, 2), axis)
             weight = shard.local_rows(self._unit_weights(shard, weights), axis)
-            rows = _multiply(shard, own, x, MatrixPower(weight, *options), axis)
+            rows = _multiply(shard, shard_state, x, MatrixPower(weight, *options), axis)
             units_of_blocks = shard.of_blocks(shard.gathered_units(rows, axis))
             for (index, block), units, matrix in zip(
                 shard.indexed_blocks, units_of_blocks, matrices, strict=True
@@ -700,8 +700,8 @@ def whole_state(estimator: BlockDiagonalCurvature, state: BlockDiagonalState) ->
     shards = _shards_of(blocks, num_shards(state) or 1)
     if isinstance(state, ShardedState):
         _check_rows(state, [shard.num_rows for shard in shards])
-        for shard, own in zip(shards, state.shards, strict=True):
-            block_states = _to_block_states(shard, own)
+        for shard, shard_state in zip(shards, state.shards, strict=True):
+            block_states = _to_block_states(shard, shard_state)
             for index, block_state in zip(shard.block_indices, block_states, strict=True):
                 states[index] = block_state
     _check_shapes(shards, states, len(blocks))
@@ -781,7 +781,7 @@ def _fits(block: TwoKroneckerFactored, state: BlockState | None) -> bool:
 
 
 def _check_rows(state: ShardedState, expected: Sequence[int]) -> None:
-    found = [own.factors["inputs_factor"].shape[0] for own in state.shards]
+    found = [x.factors[FACTORS[0]].shape[0] for x in state.shards]
     if found != expected:
         raise ValueError(
             f"{where()}: a state of this model that is sharded over {state.num_devices} devices "

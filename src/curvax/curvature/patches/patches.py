@@ -107,13 +107,13 @@ def padded_images(images: Array, geometry: ConvGeometry) -> Array:
 
 # Sums of outer products of patches, without forming patches along one spatial axis.
 #
-# That axis is the *shared* one. Patches along the other axes, for all rows of the shared axis, are
+# That axis is the *band axis*. Patches along the other axes, for all rows of the band axis, are
 # *bands*:
 #
 #     bands[y]: a matrix with a row for each image and each position along the other axes
 #
 # The patch at position p is the concatenation of the rows of `bands[p*s + a*d]` over the kernel
-# offsets a, with the stride s and the dilation d of the shared axis. So the block of the second
+# offsets a, with the stride s and the dilation d of the band axis. So the block of the second
 # moment for the offsets a and b is a product of bands, and half of the blocks are transposes of the
 # other half:
 #
@@ -124,23 +124,23 @@ def padded_images(images: Array, geometry: ConvGeometry) -> Array:
 # intersection of these ranges is computed once, then the few terms at either end. No term is ever
 # subtracted, so rounding errors are no larger than those of the plain product.
 #
-# For a kernel of length k along the shared axis, this takes 1/k of the arithmetic of the product of
+# For a kernel of length k along the band axis, this takes 1/k of the arithmetic of the product of
 # all patches, or about half where blocks have no common terms; and 1/k of the copies of inputs.
 
 # Longer kernels would give programs of hundreds of small products; for them patches are faster.
-LONGEST_SHARED = 11
+LONGEST_BAND_AXIS = 11
 
 
 @dataclass(frozen=True)
 class Bands:
-    """The choice of the shared axis, and sums of outer products of the patches of one group.
+    """The choice of the band axis, and sums of outer products of the patches of one group.
 
     Arrays that methods accept and return have no axis of groups.
 
     Attributes:
         geometry: The convolution, without its kernel.
         inputs_shape: Shape of the inputs of the convolution.
-        axis: Index of the shared axis; None for none, with a single band of complete patches.
+        axis: Index of the band axis; None for none, with a single band of complete patches.
         common_terms: Whether blocks with the same distance of offsets have common terms.
     """
 
@@ -151,14 +151,14 @@ class Bands:
 
     @classmethod
     def of(cls, geometry: ConvGeometry, inputs_shape: Sequence[int], *, weighted: bool) -> "Bands":
-        """Share the longest kernel axis that is at most `LONGEST_SHARED` long.
+        """Choose the longest kernel axis, of those of at most `LONGEST_BAND_AXIS` offsets.
 
         Axes along which blocks have common terms take precedence.
         """
         choices = [
             (geometry.window_strides[axis] == 1 and not weighted, size, -axis)
             for axis, size in enumerate(geometry.kernel_spatial_shape)
-            if 1 < size <= LONGEST_SHARED
+            if 1 < size <= LONGEST_BAND_AXIS
         ]
         if not choices:
             return cls(geometry, tuple(inputs_shape), None, False)
@@ -198,7 +198,7 @@ class Bands:
         left = right
         if weights is not None:
             right = [x.astype(at_least_single(x.dtype)) for x in right]
-            scale = self._shared_first(weights, 1)
+            scale = self._band_axis_first(weights, 1)
             left = [scale.astype(x.dtype) * x for x in right]
         blocks = [_product(left[a], right[b], precision) for a, b in self._pairs]
         return jnp.stack(blocks), _sums_of_rows(left) if with_first else None
@@ -218,7 +218,7 @@ class Bands:
         return matrix if order is None else matrix[order[:, None], order[None, :]]
 
     def first(self, sums: Array) -> Array:
-        """Return the first moment, from its parts for each offset along the shared axis."""
+        """Return the first moment, from its parts for each offset along the band axis."""
         vector = sums.reshape(-1)
         return vector if self._order is None else vector[self._order]
 
@@ -250,10 +250,10 @@ class Bands:
         others = [axis for axis in range(self.geometry.num_spatial) if axis != self.axis]
         padded = padded_images(images, self.geometry)
         patches = patches_along(padded, others, self.geometry, self.inputs_shape)
-        return self._shared_first(patches, patches.shape[-1])
+        return self._band_axis_first(patches, patches.shape[-1])
 
-    def _shared_first(self, x: Array, width: int) -> Array:
-        """Reshape `(images, *spatial, width)` to `(rows of the shared axis, all others, width)`."""
+    def _band_axis_first(self, x: Array, width: int) -> Array:
+        """Reshape `(images, *spatial, width)` to `(rows of the band axis, all others, width)`."""
         if self.axis is None:
             return x.reshape(1, -1, width)
         rows = x.shape[1 + self.axis]
@@ -284,7 +284,7 @@ class Bands:
 
     @property
     def _num_offsets(self) -> int:
-        """The number of kernel offsets along the shared axis."""
+        """The number of kernel offsets along the band axis."""
         return 1 if self.axis is None else self.geometry.kernel_spatial_shape[self.axis]
 
     @property
@@ -293,7 +293,7 @@ class Bands:
 
     @property
     def _num_positions(self) -> int:
-        """The number of positions along the shared axis."""
+        """The number of positions along the band axis."""
         if self.axis is None:
             return 1
         return self.geometry.position_shape(self.inputs_shape)[self.axis]
