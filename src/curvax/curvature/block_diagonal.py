@@ -266,6 +266,17 @@ class BlockDiagonalState:
 
     Attributes:
         blocks_states: The state of each block.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+        >>> state = curvax.BlockDiagonalCurvature(model).init(jax.random.key(0), args, None, None)
+        >>> isinstance(state, curvax.BlockDiagonalCurvature.State), len(state.blocks_states)
+        (True, 1)
     """
 
     blocks_states: tuple[BlockState | None, ...]
@@ -589,7 +600,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.95, 0.05, 2, key, args, None, "fisher_exact"
             ... )
-            >>> estimator.to_dense_matrix(state).round(3)
+            >>> estimator.to_dense_matrix(state).round()
             Array([[5., 1.],
                    [1., 2.]], dtype=float32)
         """
@@ -638,9 +649,10 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
             >>> state = estimator.update_cache(state, 2.0, -1, None, False, None)
-            >>> estimator.multiply_inverse(state, jnp.ones((2, 1)), 2.0, True, True, None).round(3)
-            Array([[0.25],
-                   [0.1 ]], dtype=float32)
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> estimator.multiply_inverse(state, gradient, 2.0, True, True, None).round()
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         weights = self._per_block(identity_weight)
         options = (exact_powers, approx_powers, eigenvalues)
@@ -705,7 +717,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
             >>> ones = jnp.ones((2, 1))
-            >>> estimator.multiply_matpower(state, ones, 1.0, 2, True, False, None).round(3)
+            >>> estimator.multiply_matpower(state, ones, 1.0, 2, True, False, None).round()
             Array([[ 9.],
                    [81.]], dtype=float32)
         """
@@ -744,7 +756,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
-            >>> [values.round(3).tolist() for values in estimator.block_eigenvalues(state, False)]
+            >>> [values.round().tolist() for values in estimator.block_eigenvalues(state, False)]
             [[2.0, 8.0]]
         """
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
@@ -773,7 +785,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
-            >>> estimator.eigenvalues(state, use_cached=False).round(3)
+            >>> estimator.eigenvalues(state, use_cached=False).round()
             Array([2., 8.], dtype=float32)
         """
         return jnp.concatenate(self.block_eigenvalues(state, use_cached))
@@ -826,7 +838,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
-            >>> estimator.to_dense_matrix(state).round(3)
+            >>> estimator.to_dense_matrix(state).round()
             Array([[5., 1.],
                    [1., 2.]], dtype=float32)
         """

@@ -152,7 +152,7 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
-            >>> estimator.multiply(state, jnp.ones((2, 1)), 1.0, True, False, None).round(3)
+            >>> estimator.multiply(state, jnp.ones((2, 1)), 1.0, True, False, None).round()
             Array([[3.],
                    [9.]], dtype=float32)
         """
@@ -208,9 +208,10 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             >>> state = estimator.update_curvature_matrix_estimate(
             ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
             ... )
-            >>> estimator.multiply_inverse(state, jnp.ones((2, 1)), 2.0, True, False, None).round(3)
-            Array([[0.25],
-                   [0.1 ]], dtype=float32)
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> estimator.multiply_inverse(state, gradient, 2.0, True, False, None).round()
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         return self.multiply_matpower(
             state,

@@ -135,9 +135,10 @@ class CurvatureOperator:
             >>> exact = curvax.ImplicitExactCurvature(func)
             >>> operator = curvax.as_linear_operator(exact, args, identity_weight=2.0).as_lineax()
             >>> solver = lineax.CG(rtol=1e-6, atol=1e-6)
-            >>> lineax.linear_solve(operator, jnp.ones((2, 1)), solver).value.round(3)
-            Array([[0.25],
-                   [0.1 ]], dtype=float32)
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> lineax.linear_solve(operator, gradient, solver).value.round()
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         lineax = import_lineax()
         tag = lineax.positive_semidefinite_tag if self.is_positive else lineax.symmetric_tag
