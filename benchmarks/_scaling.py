@@ -183,7 +183,7 @@ class Step:
         loads = np.zeros(self.count)
         for shard in self.shards:
             work = sum(side.work for side in shard.sides)
-            loads += [work * len(own) for own in shard.places]
+            loads += [work * len(own) for own in shard.units_of_device]
         tasks = [float(rows) ** 3 for rows, number, _ in self._matrices() for _ in range(number)]
         owners = assign(tasks, self.count) if self.plan.shares_work else None
         return float(np.max(loads + _loads(tasks, owners, self.count)))

@@ -87,7 +87,7 @@ def check(count, mode):
     whole, initial = of_kind(curvax.BlockDiagonalCurvature)
     split, split_state = of_kind(ShardedCurvature, num_devices=count)
     assert sorted(len(shard.blocks) for shard in split.shards) == [1, 1, 2]
-    assert {type(split.blocks[k]) for k in split._whole} == {curvax.ScaleAndShiftDiagonal}
+    assert {type(split.blocks[k]) for k in split._replicated} == {curvax.ScaleAndShiftDiagonal}
     specs = state_specs(split_state, "d")
     program = on_devices(count, split, split_state, specs, mode)
     state, products = program(split_state, PARAMS, X)
