@@ -230,7 +230,7 @@ class CurvatureBlock(abc.ABC):
     """The curvature of the parameters of one layer, as a matrix that is not formed.
 
     To write a block, subclass one of curvax's and override either how the estimate follows from its
-    statistics (`estimate`), or the whole update (`update_curvature_matrix_estimate`), which can
+    statistics (`estimate`), or the entire update (`update_curvature_matrix_estimate`), which can
     transform the inputs and cotangents of the layer before it calls `super()`. To keep more than
     the base class does, add a nested class `State` that extends that of the base class, and extend
     `_initial_fields`. A new representation subclasses `CurvatureBlock` itself and implements
@@ -278,8 +278,7 @@ class CurvatureBlock(abc.ABC):
     State: ClassVar[type[BlockState]] = BlockState
 
     sums_batch: ClassVar[bool] = False
-    """Whether its terms are functions of the gradient of the whole batch, not sums over examples.
-    """
+    """Whether its terms are functions of the batch gradient, not sums over examples."""
 
     splits_parts: ClassVar[bool] = False
     """Whether slices of a parameter that are used separately get separate blocks."""

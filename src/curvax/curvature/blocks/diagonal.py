@@ -78,7 +78,7 @@ class Diagonal(ExampleGradientBlock):
 
     def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del state
-        return Sums(of_cotangents=gradient_terms(sums, uses, _squares, on_whole=False))
+        return Sums(of_cotangents=gradient_terms(sums, uses, _squares, in_param_shapes=False))
 
     def estimate(
         self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike

@@ -65,13 +65,15 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
 
     def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
         squares = self._squares(_state(state).basis)
-        of_gradients = gradient_statistics(use, uses, squares, on_whole=True, dtype=self.dtype)
+        of_gradients = gradient_statistics(
+            use, uses, squares, in_param_shapes=True, dtype=self.dtype
+        )
         return {**super().statistics(use, uses, state), **of_gradients}
 
     def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         factors = super().terms(sums, uses, state)
         squares = self._squares(_state(state).basis)
-        corrected = gradient_terms(sums, uses, squares, on_whole=True)
+        corrected = gradient_terms(sums, uses, squares, in_param_shapes=True)
         return Sums(factors.of_inputs, (factors.of_cotangents, corrected))
 
     def estimate(

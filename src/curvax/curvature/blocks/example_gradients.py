@@ -46,7 +46,7 @@ def gradient_statistics(
     use: LayerUse,
     uses: Sequence[LayerUse],
     quadratic: Quadratic,
-    on_whole: bool,
+    in_param_shapes: bool,
     dtype: jnp.dtype,
     max_elements: int | None = None,
 ) -> Statistics:
@@ -56,14 +56,14 @@ def gradient_statistics(
         use: The use.
         uses: All uses of the layer.
         quadratic: A quadratic function of per-example gradients.
-        on_whole: Whether `quadratic` takes gradients in the shapes of the function's parameters.
-            Otherwise it takes them as the use has the parameters: sliced and rearranged.
+        in_param_shapes: Whether `quadratic` takes gradients in the shapes of the function's
+            parameters. Otherwise it takes those of the parameters as used: sliced and rearranged.
         dtype: The dtype to compute in.
         max_elements: Maximum number of elements of per-example gradients to hold at once; None for
             `get_max_parallel_elements()`.
     """
     (group,) = [group for group in _groups(uses) if use in group]
-    if _is_held(group, on_whole):
+    if _is_held(group, in_param_shapes):
         key = GradientsAt(uses.index(_first_of_form(use, group)))
         compute = lambda x, g: use.gradients(x[0], g[0].astype(dtype))
         reduce = tuple(not over_examples for over_examples in use.example_loops)
@@ -71,34 +71,35 @@ def gradient_statistics(
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
         (x,), (g,) = inputs, cotangents
-        whole = jax.vmap(use.put) if on_whole else lambda gradients: gradients
-        compute = lambda x, g: quadratic(whole(use.gradients_by_example(x, g)))
+        put = jax.vmap(use.put) if in_param_shapes else lambda gradients: gradients
+        compute = lambda x, g: quadratic(put(use.gradients_by_example(x, g)))
         return _in_chunks(use, compute, x, g.astype(dtype), max_elements)
 
     return {GradientsAt(uses.index(use)): Statistic(summed)}
 
 
 def gradient_terms(
-    sums: Sums, uses: Sequence[LayerUse], quadratic: Quadratic, on_whole: bool
+    sums: Sums, uses: Sequence[LayerUse], quadratic: Quadratic, in_param_shapes: bool
 ) -> PyTree:
     """Return the sum of the quadratic over all uses and examples, from the sums of each use.
 
     Arguments:
         sums: The sums of the statistics that `gradient_statistics` returns.
         uses: All uses of the layer.
-        quadratic: A quadratic function of per-example gradients. If it is not `on_whole`, it
+        quadratic: A quadratic function of per-example gradients. If it is not `in_param_shapes`, it
             returns one array for each parameter.
-        on_whole: Whether `quadratic` takes gradients in the shapes of the function's parameters.
+        in_param_shapes: Whether `quadratic` takes gradients in the shapes of the function's
+            parameters.
     """
     found = lambda use: sums.of_cotangents[GradientsAt(uses.index(use))]
     terms = []
     for group in _groups(uses):
-        if _is_held(group, on_whole):
+        if _is_held(group, in_param_shapes):
             firsts = [use for use in group if _first_of_form(use, group) is use]
             terms.append(quadratic(_sum([_put_examples(use, found(use)) for use in firsts])))
         else:
             (use,) = group
-            terms.append(found(use) if on_whole else use.put(found(use)))
+            terms.append(found(use) if in_param_shapes else use.put(found(use)))
     return _sum(terms)
 
 
@@ -120,7 +121,7 @@ def remarks_on_examples(uses: Sequence[LayerUse]) -> tuple[str, ...]:
     if uses[0].uncovered:
         return (why,)
     if any(use.examples.unknown for use in uses):
-        return (f"{why}: each position counts as an example of its own",)
+        return (f"{why}: each position counts as a separate example",)
     if isinstance(_known_groups(uses), str):
         return (f"{why}: each use counts separately",)
     return (f"{why}: gradients of different ones are taken to be independent",)
@@ -143,7 +144,7 @@ def _groups(uses: Sequence[LayerUse]) -> list[list[LayerUse]]:
     return [[use] for use in uses] if isinstance(groups, str) else groups
 
 
-def _is_held(group: Sequence[LayerUse], on_whole: bool) -> bool:
+def _is_held(group: Sequence[LayerUse], in_param_shapes: bool) -> bool:
     """Return whether per-example gradients are held until all uses and steps have added to them."""
     use = group[0]
     loops = zip(use.lengths, use.stacked, use.example_loops, strict=True)
@@ -151,7 +152,7 @@ def _is_held(group: Sequence[LayerUse], on_whole: bool) -> bool:
         length > 1 and not is_stacked and not over_examples
         for length, is_stacked, over_examples in loops
     )
-    return len(group) > 1 or has_steps or (on_whole and bool(use.stack))
+    return len(group) > 1 or has_steps or (in_param_shapes and bool(use.stack))
 
 
 def _first_of_form(use: LayerUse, group: Sequence[LayerUse]) -> LayerUse:

@@ -173,7 +173,7 @@ class Full(ExampleGradientBlock):
 
     def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del state
-        products = gradient_terms(sums, uses, products_of_gradients, on_whole=True)
+        products = gradient_terms(sums, uses, products_of_gradients, in_param_shapes=True)
         return Sums(of_cotangents=products)
 
     def estimate(
