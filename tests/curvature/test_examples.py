@@ -217,8 +217,8 @@ class TestByDefault:
         matrix, remarks = self.remarks(models.mapped_tokens, x)
         (said,) = remarks["['s']"]
         assert said == (
-            "examples unknown: they cannot be followed through `scan`: each position counts as an "
-            "example of its own"
+            "examples unknown: they cannot be followed through `scan`: each position counts as a "
+            "separate example"
         )
         assert remarks["['w'], ['b']"] == ()
         # Each position as if it were an example: the others are as they are, and do not change.

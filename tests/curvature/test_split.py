@@ -124,7 +124,7 @@ def test_entries_that_were_not_announced_are_made():
     inverse = lambda state, exact, use_cached: estimator.multiply_inverse(
         state, vector, 0.1, exact, use_cached, None
     )
-    with pytest.raises(ValueError, match=r"'-1' not in its cache.* Call update_cache"):
+    with pytest.raises(ValueError, match=r"'-1' is not in the cache.* Call update_cache"):
         inverse(bare, False, True)
     first = estimator.multiply(bare, vector, 0.1, True, True, None)
     assert_same(first, estimator.multiply(bare, vector, 0.1, True, False, None), 0, 0)
