@@ -92,7 +92,7 @@ def test_step_takes_one_of_batch_and_iterator(started):
     for given in ({}, {"batch": make_batch(), "data_iterator": iter([make_batch()])}):
         with pytest.raises(ValueError, match="either batch= or data_iterator="):
             optimizer.step(params, state, key(0), **given, **VALUES)
-    with pytest.raises(ValueError, match="inside of a traced function, give step a batch"):
+    with pytest.raises(ValueError, match="inside a traced function, give step a batch"):
         jax.jit(lambda p: optimizer.step(p, state, key(0), iter([make_batch()]), **VALUES)[0])(
             params
         )
