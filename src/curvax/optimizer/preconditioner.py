@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax._cpu import run_if
 from curvax._types import Array, Fun, PyTree
@@ -189,7 +190,7 @@ class Preconditioner:
         one = jnp.ones((), scalar_dtype(vector))
         return linear_combination([one, one], [product, l2_product(self.config, vector)])
 
-    def weights(self, damping: Array) -> IdentityWeight:
+    def weights(self, damping: ArrayLike) -> IdentityWeight:
         """Return the multiple of the identity that is added to each block.
 
         The regulariser counts for all parameters of a block if it applies to any of them.
