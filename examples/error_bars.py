@@ -68,9 +68,7 @@ def run() -> None:
     naive_size = curvax.memory_usage(whole, flat).temp_bytes / 1e6
     our_size = plans[0].usage.temp_bytes / 1e6
     _show.memory([("the Hessian", naive_size, our_size)], "jax.hessian", "curvax.hessian")
-    print(
-        f"\n  They agree {_show.agreement(ours, whole(flat))}. The choice of the block size:\n"
-    )
+    print(f"\n  They agree {_show.agreement(ours, whole(flat))}. The choice of the block size:\n")
     print("\n".join(f"    {line}" for line in str(plans[0]).splitlines()))
 
     gradient = jax.jit(jax.grad(loss))
