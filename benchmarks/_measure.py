@@ -1,10 +1,10 @@
 """Programs side by side: compile, check and time them alternately, and state the claims.
 
-A time on a shared machine means little by itself, so programs are only timed in comparisons. Those
-of a comparison run alternately, in an order that changes from round to round, and each is judged by its
-best round: other work on the machine can only make a round slower. One program, the baseline, is in
-the comparison twice. The ratio of its two times should be one; its deviation from one is the noise,
-and every claim about time allows for it.
+A time on a shared machine means little by itself, so programs are timed in comparisons only. They
+run alternately, in an order that changes from round to round, and each is judged by its best round:
+other work on the machine can only make a round slower. One program, the baseline, is in the
+comparison twice. The ratio of its two times should be one; its deviation from one is the noise, and
+every claim about time allows for it.
 
 Memory is that of temporaries in the compiler's memory analysis, besides inputs and outputs. It is
 exact and does not depend on the machine's load.

@@ -6,8 +6,8 @@ for curvax to detect the layers and to distribute the work, and `_scaling.py` su
 
 The claims: the predictions for small models equal, to the byte, what compiled programs on 2, 4 and
 8 devices send and hold; the bytes that a device sends are bounded for any number of devices;
-distributing work and sharding the state reduce operations and memory; and the limits of their scaling are
-where they are predicted to be: the largest matrix, the work that every device does, and
+distributing work and sharding the state reduce operations and memory; and the limits of their
+scaling are where they are predicted to be: the largest matrix, the work that every device does, and
 communication.
 
 `--write` also draws the plot of the documentation.

@@ -306,7 +306,7 @@ class OptimizerConfig(KFACConfig):
 
     @property
     def num_shards(self) -> int | None:
-        """The number of devices among which the state is sharded; None if it is replicated."""
+        """The number of devices over which the state is sharded; None if it is replicated."""
         axis = self.axis_name
         return num_devices(self.mesh, axis) if self.shard_state and axis is not None else None
 
