@@ -22,7 +22,7 @@ Model = tuple[Callable[..., Any], Any, Any]
 
 
 def autoencoder(library: Any, small: bool, number: int = 500) -> Model:
-    """The deep autoencoder that K-FAC was introduced with; 500 images of 784 pixels."""
+    """Return the deep autoencoder that K-FAC was introduced with; 500 images of 784 pixels."""
     widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
     if small:
         widths, number = [64, 48, 16, 48, 64], number // 10
@@ -41,7 +41,7 @@ def autoencoder(library: Any, small: bool, number: int = 500) -> Model:
 
 
 def resnet(library: Any, small: bool) -> Model:
-    """A ResNet of three stages with two blocks each, for 64 images of 32 by 32 pixels."""
+    """Return a ResNet of three stages with two blocks each, for 64 images of 32 by 32 pixels."""
     widths = [4, 8] if small else [16, 32, 64]
     draw = np.random.default_rng(0)
     stages = []
@@ -84,7 +84,7 @@ def resnet(library: Any, small: bool) -> Model:
 
 
 def transformer(library: Any, small: bool, apart: bool = False) -> Model:
-    """A transformer of 6 layers and 4 heads that predicts the next of 64 tokens.
+    """Return a transformer of 6 layers and 4 heads that predicts the next of 64 tokens.
 
     There are 32 sequences, but all layers see one row for each token, which both libraries detect
     as dense layers and layer norms; so the tokens are the examples. For the same reason the
@@ -141,19 +141,19 @@ def transformer(library: Any, small: bool, apart: bool = False) -> Model:
 
 
 def dense(draw: Any, inputs: int, outputs: int) -> Any:
-    """Weights, scaled by their fan-in, and a bias."""
+    """Return weights, scaled by their fan-in, and a bias."""
     weight = draw.normal(size=(inputs, outputs)) / inputs**0.5
     return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
 
 
 def kernel(draw: Any, size: int, inputs: int, outputs: int) -> Any:
-    """A square kernel, with half the usual variance to keep residual branches small, and a bias."""
+    """Return a square kernel, with half the usual variance for residual branches, and a bias."""
     weight = draw.normal(size=(size, size, inputs, outputs)) / (2 * size**2 * inputs) ** 0.5
     return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
 
 
 def scale(width: int) -> Any:
-    """The scale and the shift of a layer norm."""
+    """Return the scale and the shift of a layer norm."""
     return {"scale": np.ones(width, np.float32), "shift": np.zeros(width, np.float32)}
 
 

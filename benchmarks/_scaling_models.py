@@ -51,7 +51,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 def transformer(
     width: int, depth: int, inner: int, vocabulary: int, length: int, head: int
 ) -> Model:
-    """A transformer that predicts the next token, by a `scan` over stacked parameters."""
+    """Return a transformer that predicts the next token, by a `scan` over stacked parameters."""
     attention = {name: array(depth, width, width) for name in ("query", "key", "value", "out")}
     mixing = {"up": array(depth, width, inner), "down": array(depth, inner, width)}
     norms = {name: array(depth, width) for name in ("before", "between")}
@@ -88,7 +88,7 @@ def transformer(
 
 
 def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Model:
-    """A ResNet of bottleneck blocks, with given numbers in each stage, for square images.
+    """Return a ResNet of bottleneck blocks, with given numbers in each stage, for square images.
 
     Batch normalisation is over the local batch of each device, as is usual in data parallelism.
     """
@@ -151,7 +151,7 @@ def _bottleneck(before: int, inner: int, is_first: bool) -> Any:
 
 
 def _normalised(size: int, inputs: int, outputs: int) -> Any:
-    """A kernel, with the scale and shift of the normalisation after it."""
+    """Return a kernel, with the scale and shift of the normalisation after it."""
     return {
         "w": array(size, size, inputs, outputs),
         "scale": array(outputs),

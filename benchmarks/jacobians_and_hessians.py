@@ -64,7 +64,7 @@ class Contest:
 
 
 def network(width: int, examples: int) -> tuple[Callable[[Any], jax.Array], Any]:
-    """A network with about `width**2 + 18 * width` parameters and its loss."""
+    """Return the loss of a network and its parameters, about `width**2 + 18 * width` numbers."""
     keys = jax.random.split(jax.random.key(0), 4)
     data = jax.random.normal(keys[0], (examples, 16))
     target = jnp.sin(data.sum(1))
@@ -84,7 +84,7 @@ def network(width: int, examples: int) -> tuple[Callable[[Any], jax.Array], Any]
 
 
 def optics(terms: int, pixels: int) -> tuple[Callable[[Any], jax.Array], Any]:
-    """The image of a point source in an aberrated telescope, as a function of the aberrations."""
+    """Return a function from aberrations of a telescope to its image of a point source."""
     y, x = np.mgrid[-1 : 1 : 1j * pixels, -1 : 1 : 1j * pixels]
     aperture = jnp.asarray((x**2 + y**2 <= 1).astype(np.float32))
     degrees = [(i, k - i) for k in range(40) for i in range(k + 1)][:terms]

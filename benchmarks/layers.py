@@ -22,7 +22,7 @@ PACKAGES = ["curvax", "jax", "jaxlib"]
 
 
 def transformer(layers: int, width: int = 64, heads: int = 4) -> tuple[Callable[..., Any], Any]:
-    """The loss of a language model, and its arguments."""
+    """Return the loss of a language model, and its arguments."""
     shapes = {"query": (width, heads, width // heads), "out": (heads, width // heads, width)}
     shapes |= {"key": shapes["query"], "value": shapes["query"]}
     shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
@@ -88,7 +88,7 @@ def tracing(report: Report) -> None:
 
 
 def lstm(width: int) -> tuple[Callable[..., Any], Any]:
-    """The loss of an LSTM over 500 steps, and its arguments."""
+    """Return the loss of an LSTM over 500 steps, and its arguments."""
     keys = jax.random.split(jax.random.key(0), 4)
     params = {
         "input": 0.1 * jax.random.normal(keys[0], (32, 4 * width)),

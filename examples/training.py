@@ -76,7 +76,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array, weight: float = 1.0) ->
 
 
 def convolutional() -> Problem:
-    """Two convolutions and a dense layer, on digits, in batches."""
+    """Return two convolutions and a dense layer, on digits, in batches."""
     data = load_digits()
     images, labels = np.float32(data.images[..., None] / 16), np.int32(data.target)
     first, second, dense = _drawn((3, 3, 1, 16), (3, 3, 16, 16), (64, 10))
@@ -94,7 +94,7 @@ def convolutional() -> Problem:
 
 
 def diabetes() -> Problem:
-    """A network with a regulariser, on the diabetes data, full batch."""
+    """Return a network with a regulariser, on the diabetes data, full batch."""
     data, weight = load_diabetes(), 1e-3
     scaled = lambda a: np.float32((a - a.mean(0)) / a.std(0))
     batch = jnp.asarray(scaled(data.data)), jnp.asarray(scaled(data.target[:, None]))
@@ -126,7 +126,7 @@ def text(length: int = 20_000) -> tuple[np.ndarray, int]:
 
 
 def _characters(model: Callable[[Any, Any], Any], params: Any, size: int, span: int) -> Problem:
-    """Prediction of the next character from the previous ones."""
+    """Return the problem of predicting the next character from the previous ones."""
     tokens, _ = text()
     windows = np.lib.stride_tricks.sliding_window_view(tokens, span + 1)
 
@@ -140,7 +140,7 @@ def _characters(model: Callable[[Any, Any], Any], params: Any, size: int, span: 
 
 
 def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
-    """Attention and dense layers, by a scan over stacked weights."""
+    """Return attention and dense layers, by a scan over stacked weights."""
     _, count = text()
     shapes = [(depth, width, width)] * 4 + [(depth, width, 2 * width), (depth, 2 * width, width)]
     *layers, head, table, place = _drawn(*shapes, (width, count), (count, width), (span, width))
@@ -165,7 +165,7 @@ def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
 
 
 def lstm(width: int = 32, span: int = 24) -> Problem:
-    """A recurrent network, by a scan over time."""
+    """Return a recurrent network, by a scan over time."""
     _, count = text()
     x, h, head, table = _drawn(
         (width, 4 * width), (width, 4 * width), (width, count), (count, width)
@@ -188,7 +188,7 @@ def lstm(width: int = 32, span: int = 24) -> Problem:
 
 
 def poisson(width: int = 24) -> Problem:
-    """`u_xx + u_yy = -2π² sin(πx) sin(πy)` in a square, zero on its boundary: two losses."""
+    """Return two losses: `u_xx + u_yy = -2π² sin(πx) sin(πy)` in a square, and its boundary."""
     random = np.random.default_rng(1)
     inside = jnp.asarray(random.uniform(size=(400, 2)), jnp.float32)
     along, ends = random.uniform(size=400), random.integers(0, 2, 400)

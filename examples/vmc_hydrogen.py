@@ -85,7 +85,7 @@ log_psis = jax.vmap(log_psi, in_axes=(None, 0))
 
 
 def local_energy(params: Params, walker: Walker) -> Float[Array, ""]:
-    """`Hψ / ψ = -(∇² log ψ + |∇ log ψ|²) / 2 - 1 / r`."""
+    """Return `Hψ / ψ = -(∇² log ψ + |∇ log ψ|²) / 2 - 1 / r`."""
     flat = walker.ravel()
     slope = jax.grad(lambda x: log_psi(params, x.reshape(walker.shape)))
     second = lambda axis: jax.jvp(slope, (flat,), (axis,))[1] @ axis

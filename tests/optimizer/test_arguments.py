@@ -134,7 +134,7 @@ def test_what_the_function_returns_is_checked(function, options, message):
 
 
 def test_before_the_first_use_there_is_no_estimator():
-    with pytest.raises(ValueError, match=r"not known before it was traced\. Call init or step"):
+    with pytest.raises(ValueError, match=r"not known before it is traced\. Call init or step"):
         make().estimator  # noqa: B018
 
 

@@ -405,7 +405,7 @@ class Optimizer:
     def _traced(self) -> KFAC:
         if self._core is None:
             raise ValueError(
-                f"{where()}: the layers of the function are not known before it was traced. "
+                f"{where()}: the layers of the function are not known before it is traced. "
                 f"Call init or step first."
             )
         return self._core
