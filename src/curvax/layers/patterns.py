@@ -8,6 +8,7 @@ to a `GraphMatcherComparator`. The default patterns stand for what is found by m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -101,7 +102,16 @@ class GraphPattern:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A place where a pattern was found."""
+    """A use of a layer that a pattern found.
+
+    Attributes:
+        pattern: The pattern.
+        nodes: The nodes that compute the layer, the last one first.
+        output: Output of the layer.
+        inputs: Inputs of the layer.
+        params: Operands that are the parameters of the layer.
+        views: The `ParamView`s of these, once they are known.
+    """
 
     pattern: GraphPattern
     nodes: Sequence[Node]
@@ -109,12 +119,17 @@ class Match:
     inputs: Sequence[Operand]
     params: Sequence[Operand]
     views: tuple[Any, ...] = ()
-    """The parameters that these are (`ParamView`s)."""
 
     @property
     def node(self) -> Node:
-        """The last of the nodes, whose output is that of the layer."""
+        """The node that computes the output."""
         return self.nodes[0]
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """The static parameters of the tag."""
+        extract = self.pattern.parameters_extractor_func
+        return dict(extract([node.equation for node in self.nodes]))
 
 
 def matches(

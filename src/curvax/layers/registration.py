@@ -31,8 +31,8 @@ from curvax.layers.detection.program import (
 )
 from curvax.layers.detection.tagging import (
     LocatedExamples,
-    TagSites,
-    described,
+    TagUses,
+    describe_uses,
     is_loss,
     tag_generic,
 )
@@ -100,12 +100,12 @@ class Registration:
 
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """The function itself, with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.lifting))
+        outputs, _ = run(self.whole, self._tagged(leaves), TagUses(self.layers, self.lifting))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
         """Only what its losses depend on, of each loss; inside loops, of each step."""
-        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.lifting))
+        _, collected = run(self.needed, self._tagged(leaves), TagUses(self.layers, self.lifting))
         return tuple(tuple(collected[node]) for node in self.losses)
 
     def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
@@ -142,7 +142,7 @@ def register(
     if not options.only_generic:
         examples = find_examples(needed, params, losses, reached)
     found = find_uses(needed, params, options.through_custom, examples)
-    found.leave_out(reached)
+    found.drop_unreached(reached)
     lifting = found.lift(needed, reached)
     matched = [
         match
@@ -158,7 +158,7 @@ def register(
         jax.tree.structure(shapes),
         params_range,
         tuple(map(jax.tree_util.keystr, paths)),
-        described(layers, LocatedExamples(needed, examples), found),
+        describe_uses(layers, LocatedExamples(needed, examples), found),
         losses,
         lifting,
         examples.interaction or None,

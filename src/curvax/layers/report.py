@@ -108,7 +108,7 @@ def _row(registration: Registration, number: int, shape: tuple[int, ...]) -> Par
         int(np.prod(shape)),
         name_of(registration, layer),
         layer.tag_name,
-        layer.num_sites,
+        layer.num_uses,
         layer.reason or layer.remark,
         layer.uncovered,
     )

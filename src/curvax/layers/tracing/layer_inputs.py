@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._types import Array, Fun, PyTree
-from curvax.layers.detection.program import Collected, Given, Node, stack_shape
+from curvax.layers.detection.program import Collected, Given, Node
 from curvax.layers.tracing.loss_map import (
     AtLosses,
     Losses,
@@ -135,7 +135,7 @@ def _no_changes(at: LossMap) -> dict[Any, Array]:
     changes: dict[Any, Array] = {}
     for layer in at.processed.layers:
         for node in layer.nodes:
-            loops = stack_shape(at.processed.program, node)
+            loops = at.processed.program.loop_lengths(node)
             for number, output in enumerate(node.outputs):
                 zeros = jnp.zeros((*loops, *output.shape), output.dtype)
                 kind = node.equation.outvars[number].aval

@@ -20,7 +20,6 @@ from curvax.layers.detection.program import (
     Values,
     read,
     run,
-    stack_shape,
 )
 from curvax.layers.detection.tagging import is_layer, is_loss, tagged_uses
 from curvax.layers.registration import (
@@ -356,7 +355,7 @@ class LossMap:
         """For each loss, the lengths of the axes of loops and of `vmap` among its rows."""
         program = self.processed.program
         return [
-            (*stack_shape(program, node), *mapped_lengths(node)) for node in self.processed.losses
+            (*program.loop_lengths(node), *mapped_lengths(node)) for node in self.processed.losses
         ]
 
     def __call__(
@@ -384,7 +383,7 @@ class LossMap:
         return tuple(made)
 
     def _operands(self, node: Node, operands: Sequence[Any]) -> LossOperands:
-        return LossOperands(node, operands, len(stack_shape(self.processed.program, node)))
+        return LossOperands(node, operands, len(self.processed.program.loops_around[node]))
 
 
 class AtLosses:
@@ -394,7 +393,7 @@ class AtLosses:
         """The keys of what is given for a node; None if there is nothing to do at it."""
         return () if is_loss(node) else self.keys_at_layer(node) if is_layer(node) else None
 
-    def is_split(self, key: Any, loop: Node) -> bool:
+    def is_per_step(self, key: Any, loop: Node) -> bool:
         """Whether what is given under a key has a part for each step of a loop."""
         del key, loop
         return True

@@ -17,7 +17,7 @@ from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.layers.detection.layers import Layer, TaggedUse
-from curvax.layers.detection.program import Collected, Given, Node, loops_around
+from curvax.layers.detection.program import Collected, Given, Node, loop_length
 from curvax.layers.tracing.loss_map import (
     AtLosses,
     Losses,
@@ -260,7 +260,7 @@ class _Probes(AtLosses):
         self._at: dict[Node, dict[_Key, Statistic]] = {}
         for number, layer in enumerate(self._layers):
             for place in layer.tags:
-                loops = loops_around(at.processed.program, place.node) or ()
+                loops = at.processed.program.loops_around[place.node]
                 self._at[place.node] = {}
                 self._varying += [x.aval for x in place.node.equation.invars]
                 for name, given in rule(layer, place).items():
@@ -292,7 +292,7 @@ class _Probes(AtLosses):
     def keys_at_layer(self, node: Node) -> Collection[Any] | None:
         return self._at.get(node)
 
-    def is_split(self, key: Any, loop: Node) -> bool:
+    def is_per_step(self, key: Any, loop: Node) -> bool:
         return loop in self._totals[key].loops
 
     def visit_layer(
@@ -321,7 +321,7 @@ class _Probes(AtLosses):
                 f"{where()}: the statistic {name!r} of {node.name} is of the types "
                 f"{[str(x.dtype) for x in leaves]}, but has to be of real ones."
             )
-        lengths = tuple(_jax.ScanForm.of(loop.equation).length for loop in loops)
+        lengths = tuple(map(loop_length, loops))
         is_of_inputs = statistic.depends_on == "inputs"
         return _Total(is_of_inputs, leaves, tree, lengths, loops, place.use.cuts)
 
