@@ -514,7 +514,7 @@ class ConvolutionArguments(NamedTuple):
     ) -> "ConvolutionArguments":
         """Complete the arguments that a tag was given by the defaults of `register_conv2d`.
 
-        Args:
+        Arguments:
             constants: Static parameters of the tag.
             images: Shape of the input.
             kernel: Shape of the kernel.

@@ -358,7 +358,7 @@ def conv_use(node: Node, kernel: ParamView) -> CandidateUse | Reason:
 def with_factor(use: CandidateUse, node: Node, axes: Axes, factor: Operand) -> CandidateUse | None:
     """Return a scale whose output is multiplied by a factor: `(r * s) * v` is `(r * v) * s`.
 
-    Args:
+    Arguments:
         use: The scale.
         node: The product.
         axes: Where the axes of the scale's output are in the operand of the product.
@@ -392,7 +392,7 @@ def with_bias(use: CandidateUse, node: Node, axes: Axes, bias: ParamView) -> Can
     that the use does not have yet: slices of one parameter stay separate uses, so that no layer has
     a parameter twice.
 
-    Args:
+    Arguments:
         use: The use without a bias.
         node: The sum.
         axes: Where the axes of the use's output are in the operand of the sum.

@@ -509,7 +509,7 @@ def find_examples(
 ) -> Examples:
     """Find the examples of the values in a program.
 
-    Args:
+    Arguments:
         program: A program that computes what its losses need.
         params: The inputs that are parameters.
         losses: The loss tags.

@@ -159,7 +159,7 @@ def build_layers(
     Layers that the user tagged come before those that user-supplied patterns found, and these
     before all others.
 
-    Args:
+    Arguments:
         found: The consumers of each parameter, and the tags in the program.
         skipped: Names of the patterns not to look for.
         only_generic: Whether all parameters that are not tagged are generic.

@@ -131,7 +131,7 @@ def run_lifted(
 ) -> list[Any]:
     """Run a node that may read lifted values; return its outputs.
 
-    Args:
+    Arguments:
         lifting: Which values are lifted.
         node: The node.
         inputs: The values of its operands, not lifted.

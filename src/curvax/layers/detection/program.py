@@ -284,7 +284,7 @@ def reached_from(
 
     In all other values the derivative is zero by construction.
 
-    Args:
+    Arguments:
         losses: The loss tags to start from.
         program: The program that they are in.
         through_custom: Whether to differentiate through the bodies of functions with custom

@@ -140,7 +140,7 @@ def shift_uses(
 ) -> Shifts | Reason:
     """Return the shifts that adding concatenated parameters computes, or why they are none.
 
-    Args:
+    Arguments:
         node: The sum.
         view: The concatenated parameters.
         other: The other operand.
@@ -965,7 +965,7 @@ def find_uses(
 ) -> Interpreter:
     """Find the operations that consume each parameter.
 
-    Args:
+    Arguments:
         program: The program.
         params: The inputs that are parameters.
         through_custom: Whether to look into functions with custom derivatives.
