@@ -89,7 +89,7 @@ class Registration:
     """The layers and losses of a function, for arguments of certain shapes.
 
     Attributes:
-        whole: The program of the function.
+        program: The program of the function.
         needed: The part of it that computes the losses.
         in_tree: Structure of the arguments.
         out_tree: Structure of the result.
@@ -103,7 +103,7 @@ class Registration:
             registration is valid in that trace only.
     """
 
-    whole: Program
+    program: Program
     needed: Program
     in_tree: TreeDef
     out_tree: TreeDef
@@ -118,11 +118,11 @@ class Registration:
     @property
     def params(self) -> Sequence[Variable]:
         """The inputs that are parameters."""
-        return [self.whole.inputs[index] for index in self.params_range]
+        return [self.program.inputs[index] for index in self.params_range]
 
     def run(self, leaves: Sequence[Array]) -> PyTree:
         """Run the function with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagUses(self.layers, self.lifting))
+        outputs, _ = run(self.program, self._tagged(leaves), TagUses(self.layers, self.lifting))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:

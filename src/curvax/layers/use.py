@@ -111,9 +111,9 @@ class ExamplesAt:
     @property
     def interaction(self) -> str:
         """How examples interact; empty if they do not, as far as is known."""
-        problem = self.problem
-        is_interaction = problem is not None and problem.kind is ProblemKind.INTERACTION
-        return problem.text if problem is not None and is_interaction else ""
+        if self.problem is None or self.problem.kind is not ProblemKind.INTERACTION:
+            return ""
+        return self.problem.text
 
     @property
     def remark(self) -> str:
@@ -536,7 +536,7 @@ class ConvolutionArguments(NamedTuple):
             padding = lax.padtype_to_pads(pixels, dilated, strides, padding)
         return cls(
             window_strides=strides,
-            padding=tuple(map(tuple, padding)),
+            padding=tuple((low, high) for low, high in padding),
             lhs_dilation=tuple(constants.get("lhs_dilation") or ones),
             rhs_dilation=rhs_dilation,
             dimension_numbers=numbers,

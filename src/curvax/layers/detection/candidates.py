@@ -283,13 +283,13 @@ def elementwise_use(
     )
 
 
-def embedding_use(node: Node, table: ParamView) -> CandidateUse | Reason:
+def embedding_use(node: Node, embedding: ParamView) -> CandidateUse | Reason:
     """Return the embedding lookup that a `gather` computes, or why it is none."""
     _, indices = node.inputs
     (output,) = node.outputs
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-    dims = table.axes.dims
-    sliced = [axis for axis, size in enumerate(table.axes.shape) if sizes[axis] != size]
+    dims = embedding.axes.dims
+    sliced = [axis for axis, size in enumerate(embedding.axes.shape) if sizes[axis] != size]
     starts = tuple(map(int, numbers.start_index_map))
     takes_rows = len(sliced) == 1 and sizes[sliced[0]] == 1 and sliced[0] in starts
     if not takes_rows or numbers.operand_batching_dims:
@@ -303,7 +303,7 @@ def embedding_use(node: Node, table: ParamView) -> CandidateUse | Reason:
     features = tuple(out_axis for axis, out_axis in pairs if axis != row)
     index_dims = Axes.of(indices.shape[:-1]).dims
     layout = Layout(
-        loops=joined(table.axes.looped),
+        loops=joined(embedding.axes.looped),
         inputs=dims[row],
         outputs=joined([dims[axis] for axis in range(len(dims)) if axis != row]),
     )
@@ -317,9 +317,9 @@ def embedding_use(node: Node, table: ParamView) -> CandidateUse | Reason:
         positions=tuple(k for k in range(len(output.shape)) if k not in numbers.offset_dims),
         features=features,
         input_arrangement=Arrangement.of(index_dims, [joined(index_dims)]),
-        params=(table,),
+        params=(embedding,),
         layouts=(layout,),
-        lookup=Lookup(table.axes.shape[row], is_clipped, starts.index(row)),
+        lookup=Lookup(embedding.axes.shape[row], is_clipped, starts.index(row)),
     )
 
 

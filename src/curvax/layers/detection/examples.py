@@ -523,18 +523,18 @@ def find_examples(
         if assumed not in assumptions and len(assumptions) < _MAX_TRIALS:
             assumptions.append(assumed)
     arrived: list[Examples] = []
-    apart: list[Examples] = []
+    separate: list[Examples] = []
     likely: Examples | None = None
     for assumed in assumptions:
         trial = Examples(batch_size, True, dict(assumed))
         # After a trial with nothing worse than several rows for each example, only one without any
         # problem is better.
-        forward = _ForwardWalk(trial, set(params), reached, stop_at_problem=bool(apart))
+        forward = _ForwardWalk(trial, set(params), reached, stop_at_problem=bool(separate))
         if assumed or batch_size == 1:
             forward.walk(program)
         else:  # From no array, no examples arrive anywhere.
             trial.num_unreached = len(losses)
-        if trial.problem and apart:
+        if trial.problem and separate:
             continue
         if not trial.num_unreached:
             _BackwardWalk(trial, forward.dependent).walk(program)
@@ -543,11 +543,11 @@ def find_examples(
         likely = likely or trial
         if not trial.num_unreached:
             arrived.append(trial)
-            apart += [] if trial.interact else [trial]
+            separate += [] if trial.interact else [trial]
     assert likely is not None
     # That the examples of the batch interact says more than that another axis has several rows.
     interacting = [likely] if likely.interact else []
-    return [*interacting, *apart, *arrived, _unknown(smaller, likely)][0]
+    return [*interacting, *separate, *arrived, _unknown(smaller, likely)][0]
 
 
 def _unknown(batch_size: int, likely: Examples) -> Examples:
