@@ -20,6 +20,12 @@ class Atom:
 
     An index along an original axis is the sum of `stride * digit` over its atoms. `origin` is None
     for an axis that was broadcast.
+
+    Examples:
+        An axis of 6 elements, reshaped to (2, 3): index 5 is 3 * 1 + 1 * 2.
+
+        >>> Atom(origin=0, stride=1, size=6).split(2)
+        (Atom(origin=0, stride=3, size=2), Atom(origin=0, stride=1, size=3))
     """
 
     origin: int | None
@@ -72,6 +78,13 @@ class Axes:
         dims: Atoms of each axis of the current array. Axes of size one have no atoms.
         looped: For each loop around the current array, outermost first, the atoms of the axis that
             the loop scans over; () if all steps share the array.
+
+    Examples:
+        Time-major sequences, with time and batch merged into one axis:
+
+        >>> axes = Axes.of((2, 3, 4)).transpose((1, 0, 2)).reshape((6, 4))
+        >>> [[atom.origin for atom in dim] for dim in axes.dims]
+        [[1, 0], [2]]
     """
 
     origin: tuple[int, ...]
@@ -197,6 +210,14 @@ class Arrangement:
         parts: Shape to reshape it to: the sizes of its atoms.
         permutation: How to transpose that.
         groups: Shape of the result: the atoms of a group are merged into one axis.
+
+    Examples:
+        >>> import numpy as np
+        >>> b, t, d = Axes.of((2, 3, 4)).dims
+        >>> arrangement = Arrangement.of((b, t, d), [(*t, *b), d])
+        >>> x = np.zeros((2, 3, 4))
+        >>> arrangement.apply(x).shape, arrangement.undo(arrangement.apply(x)).shape
+        ((6, 4), (2, 3, 4))
     """
 
     shape: tuple[int, ...]

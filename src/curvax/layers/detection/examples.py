@@ -60,6 +60,14 @@ class ExampleAxes:
             from `start`.
         loops: Identifiers of the loops around the value whose steps are about different examples,
             each with the atoms that its steps stand for.
+
+    Examples:
+        A batch of 5 sequences of 3 tokens, merged into one axis:
+
+        >>> batch = ExampleAxes.along((0,), (5, 3, 8))
+        >>> merged = batch.with_dims([(*batch.dims[0], *batch.dims[1]), batch.dims[2]])
+        >>> merged.count, merged.axes, merged.has_only_examples(0)
+        (5, (0,), False)
     """
 
     total: int
