@@ -417,5 +417,5 @@ class TestNotSilentlyWrong:
             curvax.register_squared_error_loss(z.reshape(len(x), -1))
 
         images, kernel = models.normal(0, 3, 1, 4, 4, 2), models.normal(1, 2, 2, 2, 1)
-        with pytest.raises(ValueError, match=r"Inside of jax\.vmap.* leave the tag out"):
+        with pytest.raises(ValueError, match=r"Inside jax\.vmap.* leave the tag out"):
             curvax.explain_registration(loss, (kernel, images))
