@@ -1,13 +1,13 @@
-"""One side of `curvature.py`: the same programs with curvax or with kfac-jax, timed when asked to.
+"""One side of `curvature.py`: the same programs with curvax or with kfac-jax, timed on request.
 
-The two need different versions of JAX, so each runs in a process and an environment of its own,
-which has this file and `_models.py` in common: the programs, the models and the data. What it calls
-has the same name in both libraries. It answers each line of its input with one line of JSON:
+The two need different versions of JAX, so each runs in a process and an environment of its own.
+Both use this file and `_models.py`: the programs, the models and the data. The functions that it
+calls have the same names in both libraries. It answers each line of its input with a line of JSON:
 
-- `ready`: nothing, once all is imported and the estimator is made;
-- `compile`: compiles the programs and says how long that took, and what blocks there are;
+- `ready`: nothing, once everything is imported and the estimator is constructed;
+- `compile`: compile the programs; the compile times, and the number of blocks of each kind;
 - `time SECONDS`: the best time of each program, from at least one round of all of them;
-- `check PATH`: writes what the curvature makes of a gradient, for both sides to be compared.
+- `check PATH`: write the preconditioned gradient, for the comparison of both sides.
 """
 
 import importlib
@@ -26,9 +26,9 @@ OLD, NEW, DAMPING = 0.95, 0.05, 1e-2
 
 
 class Side:
-    """A model with a library's estimator: its programs, compiled, and the state that they pass on.
+    """A model with a library's estimator: its compiled programs, and the state that they update.
 
-    Programs that return a new state are given the old one to overwrite, as an optimiser does.
+    Programs that return a new state donate the buffers of the old one, as an optimizer does.
     """
 
     def __init__(self, library: Any, model: Model) -> None:
@@ -68,7 +68,7 @@ class Side:
         return self.update(state, params, batch, key), self.gradient(params, batch)
 
     def time(self, seconds: float) -> dict[str, float]:
-        """The best time of each program."""
+        """Return the best time of each program."""
         best = dict.fromkeys(self.calls, float("inf"))
         begin, rounds = time.perf_counter(), 0
         while rounds == 0 or time.perf_counter() - begin < seconds:
@@ -80,9 +80,9 @@ class Side:
         return best
 
     def check(self) -> Any:
-        """The damped inverse of the Fisher matrix of one batch, times the gradient.
+        """Return the damped inverse of the Fisher matrix of one batch, times the gradient.
 
-        Nothing in that is random, so both libraries should agree. The exact mode takes a pass for
+        Nothing is sampled, so both libraries should agree. The exact mode needs a backward pass for
         each output, so this is for small models.
         """
 
@@ -94,7 +94,7 @@ class Side:
         return jax.jit(compute)(self.state, self.params, self.batch, self.key)
 
     def compile(self) -> dict[str, Any]:
-        """Compile all programs; how long it took, and what the estimator is made of."""
+        """Compile all programs; return compile times, and the blocks of the estimator."""
         args = (self.params, self.batch)
         compiled = {
             "gradient": self._compiled("gradient", self.gradient, args),

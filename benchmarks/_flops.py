@@ -1,8 +1,8 @@
-"""How many operations a function takes, counted in its traced program; nothing is run.
+"""The number of floating-point operations of a function, counted in its jaxpr without running it.
 
-Counted are products, two operations for each pair of numbers that meet: those of matrices, and of
-convolutions without what falls on padding or between dilated elements. The body of a loop counts
-as often as it runs, which the compiler's own account leaves out.
+Only matrix products and convolutions count, with two operations for each multiply-add. Elements of
+a convolution that fall on padding or between dilated elements do not count. The body of a loop
+counts as often as it runs, unlike in the compiler's cost analysis.
 """
 
 import math
@@ -16,7 +16,7 @@ __all__ = ["flops"]
 
 
 def flops(fun: Callable[..., Any], *args: Any) -> int:
-    """The operations of products in a function, of arguments that may be shapes."""
+    """Return the number of operations of a function; its arguments may be shapes."""
     return _of_program(jax.make_jaxpr(fun)(*args).jaxpr)
 
 
@@ -37,7 +37,7 @@ def _of_equation(equation: Any) -> int:
 
 
 def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    """The programs inside of an equation: bodies of loops, calls."""
+    """Yield the jaxprs inside an equation: bodies of loops, calls."""
     for value in params.values():
         for each in value if isinstance(value, tuple | list) else [value]:
             program = getattr(each, "jaxpr", each)

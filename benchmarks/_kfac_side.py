@@ -1,15 +1,14 @@
-"""One side of `kfac_step.py`: optimizers of curvax or of kfac-jax, which take steps when asked to.
+"""One side of `kfac_step.py`: optimizers of curvax or of kfac-jax, which take steps on request.
 
-The two need different versions of JAX, so each runs in a process and an environment of its own,
-which has this file and `_models.py` in common. It answers each line of its input with one line of
-JSON:
+The two need different versions of JAX, so each runs in a process and an environment of its own.
+Both use this file and `_models.py`. It answers each line of its input with one line of JSON:
 
-- `ready`: nothing, once all is imported and the model is made;
-- `first NAME ...`: makes each of these, the gradient or an optimizer, from nothing, and says how
-  long it took until the first result was there, and how large the state is;
+- `ready`: nothing, once everything is imported and the model is constructed;
+- `first NAME ...`: construct each of these, the gradient or an optimizer, and take one step; the
+  time from the constructor to the first result, and the size of the state;
 - `turn`: the time of each step in one period of each optimizer, of as many gradients, and the loss;
-- `memory`: the temporaries of the gradient, and of a step where that can be found out;
-- `check PATH`: writes what a few steps that have nothing random make of parameters and loss.
+- `memory`: the temporaries of the gradient, and of a step where its program is accessible;
+- `check PATH`: write losses and parameters of a few deterministic steps.
 """
 
 import functools
@@ -27,7 +26,7 @@ import optax
 from _models import MODELS, Model
 
 PERIOD = 5
-"""Once in how many steps inverses are computed."""
+"""Number of steps between updates of the inverses."""
 
 CHECKED_STEPS = PERIOD + 2
 SETTINGS = {
@@ -53,7 +52,7 @@ class Gradient:
 
 
 class Adam:
-    """What costs hardly more than the gradient."""
+    """Adam, which costs hardly more than the gradient."""
 
     def __init__(self, model: Model) -> None:
         loss, self.params, self.batch = model
@@ -74,7 +73,7 @@ class Adam:
 
 
 class Kfac:
-    """An optimizer of one of both libraries, with equal settings."""
+    """The optimizer of either library, with equal settings."""
 
     def __init__(self, model: Model, library: Any, **options: Any) -> None:
         loss, self.params, self.batch = model
@@ -97,10 +96,10 @@ class Kfac:
         return stats["loss"]
 
     def lowered(self) -> Any:
-        """The program of a step, as the optimizer compiles it; curvax only.
+        """Return the lowered program of a step, as the optimizer compiles it; curvax only.
 
-        kfac-jax compiles its steps by itself and asks not to compile them as a part of something
-        else, so there is no public way to its program.
+        kfac-jax compiles its steps internally and asks not to compile them inside other functions,
+        so its program is not accessible.
         """
         core = self.optimizer.finalize(self.params, self.key, self.batch)
 
@@ -112,7 +111,7 @@ class Kfac:
 
 
 class Side:
-    """A model, and what was made of it so far."""
+    """A model, and the optimizers that were constructed for it so far."""
 
     def __init__(self, library: Any, model: Model) -> None:
         loss, params, batch = model
@@ -122,7 +121,7 @@ class Side:
 
     @property
     def makers(self) -> dict[str, Callable[[Model], Any]]:
-        """How to make what there is, by its name."""
+        """Constructors of the gradient and the optimizers, by name."""
         staggered = {"stagger_inverses": True}
         return {
             "gradient": Gradient,
@@ -132,12 +131,12 @@ class Side:
         }
 
     def model(self) -> Model:
-        """The model with parameters of its own, since optimizers overwrite them."""
+        """Return the model with a copy of its parameters, which optimizers donate."""
         params = jax.tree_util.tree_map(jnp.array, self.params)
         return self.loss, jax.block_until_ready(params), self.batch
 
     def first(self, names: list[str]) -> dict[str, Any]:
-        """Make each, and take a step: how long that took, and the bytes of the state."""
+        """Construct each and take a step; return the time and the bytes of the state."""
         found = {}
         for name in names:
             model = self.model()
@@ -149,7 +148,7 @@ class Side:
         return found
 
     def turn(self) -> dict[str, Any]:
-        """The times of one period of each, beginning with the second step of it."""
+        """Return the times of one period of each, from the second step of the period."""
         seconds: dict[str, list[float]] = {}
         losses = {}
         for name, optimizer in self.made.items():
@@ -162,7 +161,7 @@ class Side:
         return {"seconds": seconds, "losses": losses}
 
     def memory(self) -> dict[str, int]:
-        """The temporaries of the programs that can be asked, in bytes."""
+        """Return the bytes of temporaries of the programs that are accessible."""
         loss, params, batch = self.model()
         lowered = {"gradient": jax.jit(jax.value_and_grad(loss)).lower(params, batch)}
         options = {}
@@ -170,7 +169,7 @@ class Side:
             from curvax import _jax
 
             lowered["kfac"] = self.made["kfac"].lowered()
-            # Only then the account is true; JAX as old as that of kfac-jax does not need it.
+            # Makes the memory analysis exact; the older JAX of kfac-jax does not need it.
             options = _jax.true_account("cpu")
         return {
             name: program.compile(options).memory_analysis().temp_size_in_bytes
@@ -178,10 +177,10 @@ class Side:
         }
 
     def check(self) -> list[Any]:
-        """The losses of a few steps, and the parameters after them.
+        """Return the losses of a few steps, and the parameters after them.
 
-        With the exact Fisher matrix nothing is random, so both libraries should agree. That mode
-        takes a pass for each output, so this is for small models.
+        With the exact Fisher matrix nothing is sampled, so both libraries should agree. That mode
+        needs a backward pass for each output, so this is for small models.
         """
         optimizer = Kfac(self.model(), self.library, estimation_mode="fisher_exact")
         losses = [step_taken(optimizer) for _ in range(CHECKED_STEPS)]
@@ -189,13 +188,13 @@ class Side:
 
 
 def step_taken(optimizer: Any) -> Any:
-    """The loss, once all of the step is done."""
+    """Take a step, block until it is done, and return the loss."""
     value = optimizer.step()
     return jax.block_until_ready((value, optimizer.params, optimizer.state))[0]
 
 
 def size_of(tree: Any) -> int:
-    """The bytes of all arrays in a pytree."""
+    """Return the bytes of all arrays in a pytree."""
     return sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(tree) if hasattr(leaf, "nbytes"))
 
 

@@ -1,13 +1,13 @@
-"""Programs side by side: compile them, check them, time them in turn, and say what is claimed.
+"""Programs side by side: compile, check and time them alternately, and state the claims.
 
-A time on a shared machine means little by itself, so nothing here is timed by itself. All programs
-of a comparison take turns, the order changes from round to round, and each is judged by its best
-round: what other work on the machine does to a round only ever makes it slower. One program, the
-baseline, is in the comparison twice. The ratio of its two times should be one; by how much it is
-not is the noise, and every claim about time allows for it.
+A time on a shared machine means little by itself, so programs are timed in comparisons only. They
+run alternately, in an order that changes from round to round, and each is judged by its best round:
+other work on the machine can only make a round slower. One program, the baseline, is in the
+comparison twice. The ratio of its two times should be one; its deviation from one is the noise, and
+every claim about time allows for it.
 
-Memory is what the compiler sets aside for temporaries, beside inputs and outputs. It is exact and
-does not depend on the machine's load.
+Memory is that of temporaries in the compiler's memory analysis, besides inputs and outputs. It is
+exact and does not depend on the machine's load.
 """
 
 import argparse
@@ -29,24 +29,24 @@ import numpy as np
 MEGABYTE = 1e6
 
 TOLERATED_SLOWDOWN = 1.05
-"""How much slower than the best peer a program may be, before noise."""
+"""Allowed slowdown relative to the best peer, without noise."""
 
 MORE_ROUNDS = 2
-"""How often a comparison whose claims about time do not hold yet is continued, for all alike."""
+"""Number of times that a comparison is continued, for all programs, until its claims hold."""
 
-# On CPU, XLA may turn a chain of matrix products into one library call whose scratch memory is
-# not in its account. Compiled without that the account is true; time is measured with it.
+# On CPU, XLA may fuse matrix products into a library call whose scratch memory its analysis omits.
+# Memory is measured without such fusions, so that it is exact, and time with them.
 _TRUE_ACCOUNT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
 @dataclass
 class Report:
-    """What a benchmark prints, kept so that it can be written to a file as well."""
+    """The output of a benchmark, which is printed and kept, to be written to a file as well."""
 
     title: str
     quick: bool = False
     path: Path | None = None
-    """Where it is to be written, if it is."""
+    """The file to write the report to, or None."""
     lines: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_claims: int = 0
@@ -57,7 +57,7 @@ class Report:
         self.lines.append(text)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table, the first column to the left and the others to the right."""
+        """Print a table, with the first column left-aligned and the others right-aligned."""
         cells = [list(header), *[list(row) for row in rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         for number, row in enumerate(cells):
@@ -69,21 +69,21 @@ class Report:
         self.say()
 
     def claim(self, text: str, ok: bool) -> None:
-        """State something that is to be true; `finish` fails if it is not."""
+        """State a claim; `finish` fails unless all of them hold."""
         self.num_claims += 1
         if not ok:
             self.failed.append(text)
         self.say(f"- {'PASS' if ok else 'FAIL'}: {text}")
 
     def claim_time(self, text: str, ok: bool) -> None:
-        """As `claim`, for times; sizes that are only for a quick try claim nothing about time."""
+        """Equal to `claim`, except that a quick run, with its small sizes, does not judge times."""
         if self.quick:
             self.say(f"- not judged in a quick run: {text}")
         else:
             self.claim(text, ok)
 
     def finish(self) -> None:
-        """Count the claims, write the report if that was asked for, and exit."""
+        """Count the claims, write the report if requested, and exit."""
         self.say(f"\n{self.num_claims - len(self.failed)} of {self.num_claims} claims hold.")
         for text in self.failed:
             self.say(f"- FAIL: {text}")
@@ -95,7 +95,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to write a program. `role` is "ours", "peer", or "reference": shown, not a rival."""
+    """An implementation. `role` is "ours", "peer", or "reference", which is shown only."""
 
     name: str
     fun: Callable[..., Any]
@@ -104,7 +104,7 @@ class Candidate:
 
 @dataclass
 class Result:
-    """What came of a candidate. `verdict` is empty, "cannot" or "wrong", for that `reason`."""
+    """The result of a candidate. `verdict` is empty, "cannot" or "wrong", with its `reason`."""
 
     candidate: Candidate
     verdict: str = ""
@@ -116,11 +116,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several ways to write one program, the first of which says what is right.
+    """Several implementations of one program, the first of which is the oracle.
 
-    `chunk_bytes` is what one chunk reads, computes on the way and puts out: so much more than the
-    leanest of its peers a program of ours may need. `baseline` is the candidate to which the table
-    relates the others.
+    `chunk_bytes` is the size of the inputs, intermediates and outputs of one chunk; a program of
+    ours may need that much more memory than its leanest peer. `baseline` is the candidate relative
+    to which the table shows the others.
     """
 
     title: str
@@ -130,7 +130,7 @@ class Comparison:
     chunk_bytes: int
 
     def run(self, report: Report, seconds: float) -> None:
-        """Check, measure and print, in about that many seconds, and state the claims."""
+        """Check, measure and print, in about `seconds`, and state the claims."""
         report.say(f"## {self.title}\n")
         results = self._compile_and_check()
         able = {r.candidate.name: r for r in results if not r.verdict}
@@ -172,12 +172,12 @@ class Comparison:
         return results
 
     def _rivals(self, able: Mapping[str, Result]) -> list[Result]:
-        """Whom programs of ours are measured against: the peers, or if none is able, the rest."""
+        """Return the candidates to compare with: the peers, or if none of them works, the rest."""
         others = [r for r in able.values() if r.candidate.role != "ours"]
         return [r for r in others if r.candidate.role == "peer"] or others
 
     def _too_slow(self, able: Mapping[str, Result], clock: "Clock", again: str) -> bool:
-        """Whether a claim about time would fail now: then all get more rounds."""
+        """Return whether a claim about time would fail now; then all get more rounds."""
         limit = TOLERATED_SLOWDOWN * clock.ratio(self.baseline, again)
         return any(
             clock.best[r.candidate.name] > limit * clock.best[rival.candidate.name]
@@ -232,10 +232,10 @@ class Comparison:
 
 
 class Clock:
-    """Times calls in turn and keeps the best of each.
+    """A clock that times calls alternately and keeps the best time of each.
 
-    A call that takes more than twice as long as the fastest is timed twice only, unless it is one
-    of `keep`.
+    A call that takes more than twice as long as the fastest is timed only twice, unless it is in
+    `keep`.
     """
 
     min_rounds = 6
@@ -247,7 +247,7 @@ class Clock:
         self.rounds = 0
 
     def run(self, seconds: float) -> None:
-        """More rounds, for so many seconds; for up to twice as many if the rounds are long."""
+        """Run more rounds for `seconds`, or up to twice as long if rounds are long."""
         begin, done = time.perf_counter(), 0
         passed = lambda: time.perf_counter() - begin
         while passed() < seconds or (done < self.min_rounds and passed() < 2 * seconds):
@@ -255,7 +255,7 @@ class Clock:
             done += 1
 
     def ratio(self, one: str, other: str) -> float:
-        """How many times the best of one is the best of the other, the larger by the smaller."""
+        """Return the ratio of two best times, the larger by the smaller."""
         ratio = self.best[one] / self.best[other]
         return max(ratio, 1 / ratio)
 
@@ -273,7 +273,7 @@ class Clock:
 
 
 def compile_program(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
-    """The compiled program, and the bytes of temporaries that it needs."""
+    """Return the compiled program, and the bytes of temporaries that it needs."""
     lowered = jax.jit(fun).lower(*args)
     program = lowered.compile()
     accountable = program
@@ -281,12 +281,12 @@ def compile_program(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
         accountable = lowered.compile(compiler_options=_TRUE_ACCOUNT)
     analysis = accountable.memory_analysis()
     if analysis is None:
-        raise SystemExit("This backend does not say how much memory its programs need.")
+        raise SystemExit("This backend does not report the memory of its programs.")
     return program, analysis.temp_size_in_bytes
 
 
 def agree(value: Any, truth: Any, tolerance: float = 2e-4) -> bool:
-    """Whether all leaves have equal shapes, and values that differ by rounding only."""
+    """Return whether all leaves have equal shapes, and values that are equal to rounding."""
     if jax.tree.structure(value) != jax.tree.structure(truth):
         return False
     pairs = zip(jax.tree.leaves(value), jax.tree.leaves(truth), strict=True)
@@ -297,7 +297,7 @@ def agree(value: Any, truth: Any, tolerance: float = 2e-4) -> bool:
 
 
 def shapes(value: Any) -> str:
-    """What arrays a pytree holds."""
+    """Describe the arrays of a pytree."""
     return ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(value))
 
 
@@ -306,7 +306,7 @@ def _scale(x: np.ndarray) -> float:
 
 
 def import_seconds(statements: Sequence[str], rounds: int) -> dict[str, float]:
-    """The best time that a fresh Python needs for each of some import statements, in turn.
+    """Return the best time of import statements, each in a new interpreter, alternately.
 
     Bytecode is cached, as it is for packages that pip has installed.
     """
@@ -327,9 +327,9 @@ def import_seconds(statements: Sequence[str], rounds: int) -> dict[str, float]:
 def begin(
     title: str, script: str, description: str | None, packages: Sequence[str]
 ) -> tuple[Report, str]:
-    """The report of a benchmark, as the command line asks for it, and what it is restricted to.
+    """Parse the command line; return the report of a benchmark, and the words of `--only`.
 
-    It begins with the machine and the versions of some packages.
+    The report begins with the machine and the versions of some packages.
     """
     arguments = parse_arguments(description or "")
     path = Path(script).parent / "results" / f"{Path(script).stem}.md"
@@ -341,7 +341,7 @@ def begin(
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--write`, which all benchmarks know."""
+    """Return a parser of the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes, no claims about time")
     parser.add_argument("--write", action="store_true", help="write the report to results/")
@@ -350,7 +350,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def describe_machine(packages: Sequence[str]) -> list[str]:
-    """Which machine and which versions the figures are for."""
+    """Describe the machine and the versions of packages."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return [

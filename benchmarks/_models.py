@@ -1,8 +1,8 @@
-"""Models that both sides of a benchmark share: losses that register themselves, parameters, data.
+"""Models for both sides of a benchmark: losses that are registered, parameters, data.
 
-They are plain functions of arrays, written as each library knows its layers best: every layer is
-a line of its own, without loops. What they call of a library has the same name in both, and this
-file imports nothing else of ours, so it runs with any version of JAX.
+They are plain functions of arrays, in the form that each library detects best: every layer is a
+line of its own, without loops. The functions of a library that they call have the same names in
+both, and this file imports nothing else of curvax, so it runs with any version of JAX.
 """
 
 import functools
@@ -18,11 +18,11 @@ from jax import lax
 __all__ = ["MODELS", "Model"]
 
 Model = tuple[Callable[..., Any], Any, Any]
-"""A loss as a function of parameters and a batch, and these two."""
+"""A loss as a function of parameters and a batch, the parameters, and a batch."""
 
 
 def autoencoder(library: Any, small: bool, number: int = 500) -> Model:
-    """The deep autoencoder that K-FAC was introduced with; 500 images of 784 pixels."""
+    """Return the deep autoencoder that K-FAC was introduced with; 500 images of 784 pixels."""
     widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
     if small:
         widths, number = [64, 48, 16, 48, 64], number // 10
@@ -41,7 +41,7 @@ def autoencoder(library: Any, small: bool, number: int = 500) -> Model:
 
 
 def resnet(library: Any, small: bool) -> Model:
-    """A ResNet of three stages with two blocks each, for 64 images of 32 by 32 pixels."""
+    """Return a ResNet of three stages with two blocks each, for 64 images of 32 by 32 pixels."""
     widths = [4, 8] if small else [16, 32, 64]
     draw = np.random.default_rng(0)
     stages = []
@@ -84,12 +84,12 @@ def resnet(library: Any, small: bool) -> Model:
 
 
 def transformer(library: Any, small: bool, apart: bool = False) -> Model:
-    """A transformer of 6 layers and 4 heads, that foretells the next of 64 tokens.
+    """Return a transformer of 6 layers and 4 heads that predicts the next of 64 tokens.
 
-    There are 32 sequences, but all layers see one row for each token, which is what both libraries
-    know as dense layers and layer norms; so the tokens are the examples. For the same reason the
+    There are 32 sequences, but all layers see one row for each token, which both libraries detect
+    as dense layers and layer norms; so the tokens are the examples. For the same reason the
     embedding is a product with one-hot rows. Positions have no parameters. With `apart` each token
-    is a sequence of its own, so that no example has an effect on another.
+    is a sequence of its own, so that examples do not interact.
     """
     width, depth, length, number = (8, 2, 4, 4) if small else (128, 6, 64, 32)
     if apart:
@@ -108,7 +108,7 @@ def transformer(library: Any, small: bool, apart: bool = False) -> Model:
     batch = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
     angles = np.arange(length)[:, None] / 1e4 ** (np.arange(width // 2) / (width // 2))
     positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-    # Attention looks back only.
+    # Attention is causal.
     mask = np.where(np.tri(length, dtype=bool), 0.0, -1e9).astype(np.float32)
 
     def apply(p: Any, x: Any) -> Any:
@@ -141,19 +141,19 @@ def transformer(library: Any, small: bool, apart: bool = False) -> Model:
 
 
 def dense(draw: Any, inputs: int, outputs: int) -> Any:
-    """Weights and a bias that keep the size of what goes through them."""
+    """Return weights, scaled by their fan-in, and a bias."""
     weight = draw.normal(size=(inputs, outputs)) / inputs**0.5
     return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
 
 
 def kernel(draw: Any, size: int, inputs: int, outputs: int) -> Any:
-    """A square kernel and a bias, of half the size so that residual blocks add little."""
+    """Return a square kernel, with half the usual variance for residual branches, and a bias."""
     weight = draw.normal(size=(size, size, inputs, outputs)) / (2 * size**2 * inputs) ** 0.5
     return {"weight": weight.astype(np.float32), "bias": np.zeros(outputs, np.float32)}
 
 
 def scale(width: int) -> Any:
-    """The scale and the shift of a layer norm."""
+    """Return the scale and the shift of a layer norm."""
     return {"scale": np.ones(width, np.float32), "shift": np.zeros(width, np.float32)}
 
 

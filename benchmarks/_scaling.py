@@ -1,16 +1,16 @@
-"""What each device computes, sends and keeps in a step of K-FAC, from shapes alone.
+"""The computation, communication and memory of each device in a step of K-FAC, from shapes alone.
 
-The blocks are those that curvax makes for the model, and the work is shared out by curvax's own
-functions; only sums are computed here. `_scaling_side.py` holds them against compiled programs.
+The blocks are those that curvax constructs for the model, and curvax's own functions distribute the
+work; only sums are computed here. `_scaling_side.py` compares them with compiled programs.
 
 - FLOPs: the gradient, and the statistics of layers (a second backward pass, without gradients of
-  parameters, and the moments of inputs and outputs), are counted for one example and divided among
-  devices. An inverse of n rows takes n³ operations. What counts is the device with the most to do.
-- Bytes: the collective operations of a step, with the size of what each device puts in. What it
-  has to send for them is taken to be what rings of devices send.
+  parameters, and the moments of inputs and outputs), are counted for one example and divided by the
+  number of devices. An inverse of n rows takes n³ operations. The device with the most work counts.
+- Bytes: the collectives of a step, with the size of the operand of each device. The bytes that it
+  sends are those of ring algorithms.
 - Memory: parameters, gradient, momentum, averages of factors, their inverses, and the statistics of
-  one batch, which all devices have whole before they are summed. Activations depend on the model's
-  own checkpoints and are left out.
+  one batch, which each device has in full before they are summed. Activations depend on how the
+  model is checkpointed and are left out.
 """
 
 import math
@@ -32,12 +32,12 @@ from curvax.devices.task_assignment import assign
 __all__ = ["PLANS", "Collective", "Passes", "Plan", "Step"]
 
 SOME_EXAMPLES = 4
-"""With how many examples models are traced."""
+"""Number of examples with which models are traced."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What devices share, with the options of the optimizer that say so."""
+    """What is distributed over devices, with the options of the optimizer that do so."""
 
     title: str
     shares_work: bool
@@ -53,14 +53,14 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation of all devices, and the bytes that each puts in."""
+    """A collective, and the bytes of its operand on each device."""
 
     phase: str
     kind: str
     operand: int
 
     def sent(self, count: int) -> float:
-        """The bytes that a device sends, in a ring of so many."""
+        """Return the bytes that a device sends in a ring of `count` devices."""
         per_byte = {
             "all-reduce": 2 * (count - 1) / count,
             "reduce-scatter": (count - 1) / count,
@@ -71,14 +71,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Passes:
-    """The operations that an example takes, on whatever device."""
+    """The number of operations for one example."""
 
     gradient: float
     statistics: float
 
     @classmethod
     def of(cls, model: Model) -> "Passes":
-        """Counted in the traced programs of the model and of its blocks' statistics."""
+        """Count them in the traced programs of the model and of its blocks' statistics."""
         batch = model.batch(SOME_EXAMPLES)
         estimator = BlockDiagonalCurvature(model.loss)
         state = jax.eval_shape(
@@ -95,25 +95,25 @@ class Passes:
                     moments += steps * flops(of_rows, use.input, use.output)
         forward = flops(model.loss, model.params, batch)
         gradient = flops(jax.grad(model.loss), model.params, batch)
-        # The gradient of a layer's parameters is as much work as the layer.
+        # The gradient with respect to a layer's parameters costs as much as the layer.
         backward = gradient - forward - layers
         return cls(gradient / SOME_EXAMPLES, (backward + moments) / SOME_EXAMPLES)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of K-FAC on so many devices, in which inverses are computed."""
+    """A step of K-FAC on `count` devices, in which inverses are computed."""
 
     model: Model
     plan: Plan
     count: int
     estimator: Any
     state: Any
-    """The shapes of the estimator's state, of all devices together."""
+    """The global shapes of the estimator's state."""
 
     @classmethod
     def of(cls, model: Model, plan: Plan, count: int) -> "Step":
-        """What curvax makes of the model."""
+        """Trace the model with curvax."""
         batch = model.batch(SOME_EXAMPLES)
         options: dict[str, Any] = {
             "distributed_multiplies": plan.shares_work,
@@ -128,17 +128,17 @@ class Step:
 
     @property
     def shards(self) -> Any:
-        """The blocks of which each device has a share."""
+        """The blocks that are sharded over devices."""
         return self.estimator.shards if self.plan.splits_state else ()
 
     @property
     def whole(self) -> list[tuple[Any, Any]]:
-        """The blocks of which each device has all, with their states."""
+        """The blocks that are replicated, with their states."""
         pairs = zip(self.estimator.blocks, self.state.blocks_states, strict=True)
         return [(block, own) for block, own in pairs if own is not None]
 
     def flops(self, passes: Passes, batch_size: int) -> dict[str, float]:
-        """The operations of the device that has the most, in each phase."""
+        """Return the operations of the device with the most work, in each phase."""
         examples = batch_size / self.count
         return {
             "gradient": passes.gradient * examples,
@@ -148,11 +148,11 @@ class Step:
         }
 
     def collectives(self) -> list[Collective]:
-        """What all devices do together, if there are several."""
+        """Return the collectives, if there are several devices."""
         return [] if self.count == 1 else [c for c in self._collectives() if c.operand]
 
     def state_bytes(self) -> dict[str, int]:
-        """The bytes of averages and of inverses that each device keeps."""
+        """Return the bytes of averages and of inverses that each device holds."""
         whole = [(block.averages(own), own.cache) for block, own in self.whole]
         split = [(own.factors, own.cache) for own in self.state.shards] if self.shards else []
         kinds = {
@@ -163,14 +163,14 @@ class Step:
         return kinds | {"averages": kinds["averages"] + size(weights)}
 
     def memory(self) -> dict[str, int]:
-        """The bytes that each device needs, by what for."""
+        """Return the bytes that each device needs, by purpose."""
         params = size(self.model.params)
         kinds = ("parameters", "gradient", "momentum")
         passing = {"statistics": self._statistics()}
         return dict.fromkeys(kinds, params) | passing | self.state_bytes()
 
     def _statistics(self) -> int:
-        """The bytes of the sums over a batch, as a device has them."""
+        """Return the bytes of a device's sums over its batch."""
         of_shards = [
             side.dtype.itemsize * math.prod(side.shape)
             for shard in self.shards
@@ -183,13 +183,13 @@ class Step:
         loads = np.zeros(self.count)
         for shard in self.shards:
             work = sum(side.work for side in shard.sides)
-            loads += [work * len(own) for own in shard.places]
+            loads += [work * len(own) for own in shard.units_of_device]
         tasks = [float(rows) ** 3 for rows, number, _ in self._matrices() for _ in range(number)]
         owners = assign(tasks, self.count) if self.plan.shares_work else None
         return float(np.max(loads + _loads(tasks, owners, self.count)))
 
     def _preconditioning(self) -> float:
-        """A device computes with all of its rows, also those in which there is nothing."""
+        """Return the operations of products with inverses; rows of padding count, too."""
         of_rows = sum(
             shard.rows * _of_product(shard.kronecker, math.prod(s.size for s in shard.sides))
             for shard in self.shards
@@ -203,14 +203,14 @@ class Step:
         return of_rows + float(np.max(_loads(tasks, self._owners(), self.count), initial=0))
 
     def _owners(self) -> list[int] | None:
-        """Who multiplies by which of the whole blocks, if that is shared out."""
+        """Return the device of each product with a replicated block, if these are distributed."""
         work = [block.multiply_work for block, _ in self.whole]
         return assign(work, self.count) if self.plan.shares_work else None
 
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
-        """Of matrices that are inverted and that all devices have: rows, number, bytes of each.
+        """Yield rows, number and bytes of the replicated matrices that are inverted.
 
-        They are widened to few sizes before.
+        They are padded to a few sizes.
         """
         for block, _ in self.whole:
             for side in _dense_sides(block):
@@ -222,7 +222,7 @@ class Step:
         repeated = size(self.model.repeated)
         yield Collective("gradient", "all-reduce", size(self.model.params) - repeated)
         whole = size([x.raw_value for block, own in self.whole for x in block.averages(own)])
-        if not self.plan.splits_state:  # Otherwise factors are parts of what differs.
+        if not self.plan.splits_state:  # Otherwise factors are part of the sharded state.
             repeated += size(self.model.repeated_inputs)
         yield Collective("statistics", "all-reduce", whole - repeated)
         flags = [jax.ShapeDtypeStruct((len(shard.blocks),), jnp.int32) for shard in self.shards]
@@ -230,7 +230,7 @@ class Step:
         for shard, own in zip(self.shards, self.state.shards if self.shards else (), strict=True):
             units, rows = sum(shard.lengths), shard.num_rows
             bytes_each = jnp.dtype(shard.dtype).itemsize * math.prod(s.size for s in shard.sides)
-            if shard.is_sparse:  # Most rows have no unit: all units are added up instead.
+            if shard.is_sparse:  # Most rows are padding: all units are summed instead.
                 yield Collective("statistics", "all-reduce", size(own.factors) // rows * units)
                 yield Collective("preconditioning", "all-reduce", units * bytes_each)
             else:
@@ -243,7 +243,10 @@ class Step:
         yield self._products()
 
     def _products(self) -> Collective:
-        """Products with whole blocks: gathered, or added up where most would be zeros."""
+        """Return the collective of products with replicated blocks.
+
+        An all-gather, or an all-reduce where most gathered elements would be padding.
+        """
         sizes = [block.dim * jnp.dtype(block.dtype).itemsize for block, _ in self.whole]
         longest = int(np.max(_loads(sizes, self._owners(), self.count), initial=0))
         if self.count * longest <= 2 * sum(sizes):
@@ -252,7 +255,7 @@ class Step:
 
 
 def size(tree: Any) -> int:
-    """The bytes of arrays, or of what only has their shapes."""
+    """Return the bytes of arrays or shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -268,13 +271,13 @@ def _arrays_of(block: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def _of_product(kronecker: Any, numbers: int) -> int:
-    """The operations of a product with both sides, of so many numbers."""
+    """Return the operations of a product with both factors."""
     sides = kronecker.inputs, kronecker.outputs
     return numbers * sum(2 * s.size if isinstance(s, DenseSide) else 1 for s in sides)
 
 
 def _loads(tasks: list[Any], owners: list[int] | None, count: int) -> np.ndarray:
-    """The sum of the tasks of each device; without owners each does all of them."""
+    """Return the work of each device; without an assignment each device does all of it."""
     if owners is None:
         return np.full(count, sum(tasks))
     return np.bincount(owners, weights=tasks, minlength=count)

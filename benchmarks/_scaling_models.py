@@ -1,6 +1,6 @@
 """The models of `scaling.py`: plain functions, with the shapes of parameters and of an example.
 
-Each is described by a few sizes, so that a small one can be run and a large one be written down.
+Each is described by a few sizes, so that small ones can run, and large ones only be traced.
 """
 
 from collections.abc import Callable
@@ -23,35 +23,35 @@ class Model:
     loss: Callable[..., Any]
     params: Any
     example: Any
-    """The shapes of what belongs to one example."""
+    """The shapes of one example."""
     repeated: Any = ()
-    """Parameters whose gradients are equal to those of others, and so are squares of these.
+    """Parameters whose gradients, and squares of these, equal those of others.
 
-    Compilers send them once.
+    The compiler sends them only once.
     """
     repeated_inputs: Any = ()
-    """Factors of the inputs of layers that are equal to those of others, likewise."""
+    """Input factors that equal those of other layers, likewise."""
 
     def batch(self, length: int) -> Any:
-        """A batch of so many examples."""
+        """Return the shapes of a batch of `count` examples."""
         many = lambda x: jax.ShapeDtypeStruct((length, *x.shape), x.dtype)
         return jax.tree.map(many, self.example)
 
     @property
     def num_params(self) -> int:
-        """How many numbers the parameters are."""
+        """The number of elements of all parameters."""
         return sum(x.size for x in jax.tree.leaves(self.params))
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """The shape of an array."""
+    """Return the shape of an array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def transformer(
     width: int, depth: int, inner: int, vocabulary: int, length: int, head: int
 ) -> Model:
-    """A transformer that foretells the next token, its layers a `scan` over stacked parameters."""
+    """Return a transformer that predicts the next token, by a `scan` over stacked parameters."""
     attention = {name: array(depth, width, width) for name in ("query", "key", "value", "out")}
     mixing = {"up": array(depth, width, inner), "down": array(depth, inner, width)}
     norms = {name: array(depth, width) for name in ("before", "between")}
@@ -88,9 +88,9 @@ def transformer(
 
 
 def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Model:
-    """A ResNet of bottleneck blocks, so many in each stage, for square images.
+    """Return a ResNet of bottleneck blocks, with given numbers in each stage, for square images.
 
-    Batches are normalised by the examples of each device, as data-parallel programs mostly do.
+    Batch normalisation is over the local batch of each device, as is usual in data parallelism.
     """
     blocks, before = [], width
     for number, count in enumerate(stages):
@@ -128,15 +128,15 @@ def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Mode
         p = params["head"]
         return cross_entropy(jnp.mean(x, axis=(1, 2)) @ p["weight"] + p["bias"], labels)
 
-    # Shifts of both branches of a block are added to the same sum.
+    # The shifts of both branches of a block have the same gradient.
     repeated = [p["beside"]["shift"] for p in blocks if "beside" in p]
-    # Both branches of the first one begin with all pixels of the same images.
+    # Both branches of the first block have the same inputs.
     inputs = [array(width, width)]
     return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)), repeated, inputs)
 
 
 def cross_entropy(logits: Any, classes: Any) -> Any:
-    """The mean cross entropy, which is registered."""
+    """Register and return the mean cross entropy."""
     curvax.register_softmax_cross_entropy_loss(logits, classes)
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), classes[:, None], axis=1))
 
@@ -151,7 +151,7 @@ def _bottleneck(before: int, inner: int, is_first: bool) -> Any:
 
 
 def _normalised(size: int, inputs: int, outputs: int) -> Any:
-    """A kernel, with the scale and shift of what normalises its outputs."""
+    """Return a kernel, with the scale and shift of the normalisation after it."""
     return {
         "w": array(size, size, inputs, outputs),
         "scale": array(outputs),

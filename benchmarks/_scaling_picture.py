@@ -1,6 +1,6 @@
-"""The picture of `scaling.py`: operations, bytes and memory of a device against their number.
+"""The plot of `scaling.py`: operations, bytes and memory per device against their number.
 
-Lines are of a mean step, dotted ones of a step in which inverses are computed.
+Solid lines show a mean step, dotted ones a step in which inverses are computed.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ __all__ = ["draw"]
 
 STYLES = {
     "replicated": ("K-FAC, inverses and products on every device", "#e0a3ab", 4.0),
-    "shared": ("K-FAC, inverses and products shared out (the default)", "#2e6f95", 1.6),
-    "split": ("K-FAC, state split, too (shard_state=True)", "#3a8f5d", 1.6),
+    "shared": ("K-FAC, inverses and products distributed (the default)", "#2e6f95", 1.6),
+    "split": ("K-FAC, state sharded, too (shard_state=True)", "#3a8f5d", 1.6),
 }
-"""For each plan a label, a colour and the width of its line: lines may lie on each other."""
+"""For each plan a label, a colour and a line width, since lines may coincide."""
 
 Of = Callable[[Any], float]
 
 
 def draw(problems: dict[str, Any], path: Path) -> None:
-    """Draw one row of panels for each problem."""
+    """Draw a row of panels for each problem."""
     settings: Any = {"svg.hashsalt": "curvax", "font.size": 9, "axes.titlesize": 9}
     with mpl.rc_context(settings):
         figure = plt.figure(figsize=(9.6, 3.1 * len(problems) + 0.9), layout="constrained")
@@ -74,7 +74,7 @@ def _kept(ax: Any, curves: Any) -> None:
 
 def _curves(ax: Any, curves: Any, of: Of, unit: float) -> None:
     for name, (label, color, width) in STYLES.items():
-        # Nothing is sent by a device that is alone.
+        # A single device sends nothing.
         values = {n: of(costs) / unit for n, costs in curves[name].items() if of(costs)}
         marker = {"marker": "o", "ms": 3} if width < 2 else {}
         ax.plot(list(values), list(values.values()), color=color, lw=width, label=label, **marker)

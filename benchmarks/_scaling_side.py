@@ -1,7 +1,8 @@
-"""Predictions of `_scaling.py` beside real programs: run by `scaling.py` and by the tests.
+"""Predictions of `_scaling.py` compared with real programs: run by `scaling.py` and the tests.
 
 It runs with several devices, virtual ones on a CPU. For each plan it compiles a step of K-FAC on a
-small model, reads in the compiled program what is sent, runs it, and sees what is where.
+small model, reads the collectives in the compiled program, runs it, and measures what each device
+holds.
 """
 
 import json
@@ -31,7 +32,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
 
 
 def compare(model: Model, name: str, count: int) -> dict[str, Any]:
-    """What is predicted for a plan, and what is found, on so many devices."""
+    """Return predicted and measured figures of a plan on `count` devices."""
     step = Step.of(model, PLANS[name], count)
     ones = lambda tree: jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), tree)
     params, batch = ones(model.params), ones(model.batch(2 * count))
@@ -52,7 +53,7 @@ def compare(model: Model, name: str, count: int) -> dict[str, Any]:
 
 
 def compiled(step: Step, model: Model, state: Any, params: Any, batch: Any) -> Any:
-    """A step by the methods of the estimator, on all devices."""
+    """Return a step by the methods of the estimator, under `shard_map`."""
     estimator, axis = step.estimator, AXIS
     whole, split = PartitionSpec(), PartitionSpec(axis)
     specs = state_specs(state, axis) if step.plan.splits_state else whole
@@ -76,7 +77,7 @@ def compiled(step: Step, model: Model, state: Any, params: Any, batch: Any) -> A
 
 
 def operands(text: str, count: int) -> dict[str, int]:
-    """For each kind of collective operation the bytes that a device puts in, scalars left out."""
+    """Return the bytes of operands of each kind of collective on a device, without scalars."""
     totals: dict[str, int] = {}
     for types, kind in _RESULT.findall(text):
         found = sum(
@@ -89,7 +90,7 @@ def operands(text: str, count: int) -> dict[str, int]:
 
 
 def bytes_on(state: Any, device: Any) -> int:
-    """The bytes of all arrays that are on a device."""
+    """Return the bytes of all arrays on a device."""
     parts = [
         part.data
         for x in jax.tree.leaves(state)

@@ -1,12 +1,12 @@
-"""What each workaround of `curvax._cpu` gains over the plain formulation that it equals.
+"""The gain of each workaround in `curvax._cpu` over the plain formulation that it equals.
 
-The claim for each of them: it takes at most 0.95 of the time to compile, of the time to run or of
-the temporaries of the plain formulation (at least one of the three). All together they save as much
-of the time of steps, and do not delay the first one by more than 5 %. Programs are those of a step
-of K-FAC for the autoencoder of kfac_step.py: its 16 factors, from 30 to 1001 rows. Times are CPU
-time of all threads, as the machine is shared; a thread that waits busily counts. Batched
-factorisations are not timed, as the plain formulation may never end: it is shown whether it does.
-`zero_after` is used on all platforms; it is measured here with the others.
+The claim for each of them: it takes at most 0.95 of the compile time, of the run time or of the
+temporaries of the plain formulation (at least one of the three). All together they save as much of
+the time of steps, and do not delay the first one by more than 5 %. Programs are those of a step of
+K-FAC for the autoencoder of kfac_step.py: its 16 factors, from 30 to 1001 rows. Times are CPU times
+of all threads, as the machine is shared; busy waiting counts. Batched factorisations are not timed,
+as the plain formulation may not terminate: the benchmark shows whether it does. `zero_after` is
+used on all platforms; it is measured here with the others.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from curvax.curvature.linalg.psd import psd_power
 PACKAGES = ["curvax", "jax", "jaxlib"]
 GAIN = 0.95
 DELAY = 1.05
-KILOBYTE = 1000  # Below that, it does not matter.
+KILOBYTE = 1000  # Smaller temporaries are ignored.
 WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -39,7 +39,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """Some workarounds, and a program in which they occur. "1" stands for all of them."""
+    """Some workarounds, and a program that uses them. "1" stands for all of them."""
 
     names: Sequence[str]
     title: str
@@ -47,14 +47,14 @@ class Case:
 
 
 def examples(widths: Sequence[int]) -> list[jax.Array]:
-    """What the second moments of an autoencoder of these widths are computed from."""
+    """Return the arrays whose second moments an autoencoder of these widths has."""
     draw = np.random.default_rng(0)
     sizes = [size for pair in itertools.pairwise(widths) for size in (pair[0] + 1, pair[1])]
     return [jnp.asarray(draw.standard_normal((500, size)), jnp.float32) for size in sizes]
 
 
 def factors(widths: Sequence[int]) -> list[jax.Array]:
-    """The factors of its curvature, damped, so that all have an inverse."""
+    """Return the factors of its curvature, damped, so that they are invertible."""
     return [x.T @ x / 500 + 0.1 * jnp.eye(x.shape[1]) for x in examples(widths)]
 
 
@@ -72,7 +72,7 @@ def skipped(widths: Sequence[int]) -> Program:
 
 
 def two_chunks(widths: Sequence[int]) -> Program:
-    """A map over one full chunk and a short one, which is not to run next to it."""
+    """Map over a full chunk and a short one, which must not run concurrently."""
     x = jnp.ones((4 * widths[0], 100), jnp.float32)
     one = lambda x: jnp.sum(jnp.outer(jnp.sin(x), jnp.cos(x)) @ x)
     size = len(x) // 2 + 4
@@ -89,7 +89,7 @@ CASES = [
 
 @dataclass
 class Compiled:
-    """A compiled program, the CPU time that this took, and its temporaries."""
+    """A compiled program, the CPU time to compile it, and its temporaries."""
 
     run: Callable[[], Any]
     seconds: float
@@ -115,7 +115,7 @@ def compiled(program: Program, plain: frozenset[str]) -> Compiled:
 
 
 def cpu_times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the least CPU time of each call, all threads together, called in turn."""
+    """Return the least CPU time of each call, over all threads, called alternately."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
@@ -194,7 +194,7 @@ print(first, best)
 
 
 def steps(report: Report) -> None:
-    """Compile and run steps of K-FAC with all workarounds and with none, in processes in turn."""
+    """Compile and run steps of K-FAC with all workarounds and with none, alternately."""
     report.say("## Steps of K-FAC for the autoencoder\n")
     folder, periods = str(Path(__file__).parent), 2 if report.quick else 8
     code = STEPS.format(folder=folder, small=report.quick, periods=periods)
@@ -228,7 +228,7 @@ print("done")
 
 
 def batches(report: Report) -> None:
-    """Say whether a program of 16 batched factorisations ends."""
+    """Report whether a program of 16 batched factorisations terminates."""
     report.say("## Sixteen Cholesky factorisations of two matrices each\n")
     seconds = 20 if report.quick else 60
     try:

@@ -1,4 +1,4 @@
-"""Curvature against kfac-jax: what an update of the factors and a refresh of the inverses cost.
+"""Curvature against kfac-jax: the cost of updating factors and inverses.
 
 The claims, on a deep autoencoder and on a small ResNet: both libraries compute the same; an update
 of the factors is at least 1.5 times as fast, beyond the gradient that is computed anyway; and so is
@@ -6,9 +6,9 @@ a refresh of the inverses. "Beyond the gradient" is the time of one program that
 gradient and updates the factors, less that of the gradient alone, each compiled and run by the same
 library. So what an update can share with the gradient is not counted, for both.
 
-kfac-jax 0.0.8 needs an older JAX than we do, so it has an environment of its own, `.venv-kfac`,
-which `make bench` sets up; see `_curvature_side.py` for what runs in both. The two processes take
-turns, and of each the best time counts.
+kfac-jax 0.0.8 needs an older JAX than curvax, so it has an environment of its own, `.venv-kfac`,
+which `make bench` sets up; `_curvature_side.py` runs in both. The two processes alternate, and the
+best time of each counts.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ MODELS = {
     "resnet": "ResNet 16-32-64, two blocks each, 64 images of 32 by 32",
 }
 TURNS = {"autoencoder": 24, "resnet": 4}
-"""How often each side takes its turn; one turn of kfac-jax with the ResNet takes a minute."""
+"""Number of rounds of each side; one round of kfac-jax with the ResNet takes a minute."""
 
 PROGRAMS = {
     "gradient": "gradient",
@@ -58,7 +58,7 @@ WANTED = 1.5
 
 
 class Side:
-    """A process with one of both libraries, that works only when asked to."""
+    """A process with one of the libraries, which works only on request."""
 
     def __init__(self, name: str, model: str, small: bool) -> None:
         script = str(HERE / "_curvature_side.py")
@@ -72,7 +72,7 @@ class Side:
         self.turns: list[dict[str, float]] = []
 
     def ask(self, command: str) -> Any:
-        """The answer to a command."""
+        """Send a command and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(command + "\n")
@@ -83,17 +83,17 @@ class Side:
         return json.loads(line)
 
     def take_turn(self, seconds: float) -> None:
-        """Time all programs for about so long."""
+        """Time all programs for about `seconds`."""
         self.turns.append(self.ask(f"time {seconds}"))
 
     def best(self, turns: slice = slice(None)) -> dict[str, float]:
-        """The best time of each program in some turns, and that of an update beyond a gradient."""
+        """Return the best time of each program in some rounds; "beyond" is both less gradient."""
         some = self.turns[turns]
         best = {name: min(turn[name] for turn in some) for name in some[0]}
         return best | {"beyond": best["both"] - best["gradient"]}
 
     def noise(self, name: str) -> float:
-        """The ratio of what is best in every other turn to what is best in the others."""
+        """Return the ratio of the best time of even rounds to that of odd rounds."""
         one, other = (self.best(slice(k, None, 2))[name] for k in range(2))
         return max(one / other, other / one)
 
@@ -106,7 +106,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides_of(model: str, small: bool) -> Iterator[list[Side]]:
-    """Both sides, ours first, as long as they are needed."""
+    """Start both sides, ours first, and end them on exit."""
     sides = [Side(name, model, small) for name in PYTHONS]
     try:
         yield sides
@@ -116,7 +116,7 @@ def sides_of(model: str, small: bool) -> Iterator[list[Side]]:
 
 
 def check(report: Report, model: str) -> None:
-    """Whether both compute the same, on a small model of the kind."""
+    """Check that both compute the same, on a small model of the kind."""
     with sides_of(model, small=True) as sides, tempfile.TemporaryDirectory() as folder:
         found = []
         for number, side in enumerate(sides):
@@ -136,15 +136,15 @@ def check(report: Report, model: str) -> None:
 
 
 def ratio(sides: Sequence[Side], name: str) -> float:
-    """How many times as fast we are."""
+    """Return our speedup."""
     ours, theirs = (side.best()[name] for side in sides)
     return theirs / ours
 
 
 def measure(report: Report, model: str) -> None:
-    """Both sides in turn, and the claims."""
+    """Measure both sides alternately, and state the claims."""
     with sides_of(model, report.quick) as sides:
-        for side in sides:  # So that one does not start while the other compiles.
+        for side in sides:  # Neither starts while the other compiles.
             side.ask("ready")
         made = [side.ask("compile") for side in sides]
         turns, seconds = (2, 0.2) if report.quick else (TURNS[model], 1.0)
@@ -166,8 +166,8 @@ def measure(report: Report, model: str) -> None:
     report.table(header, rows)
     turns = len(sides[0].turns)
     report.say(
-        f"Best of {turns} turns each. The noise is, for each side, the ratio of what is best in "
-        f"every other turn to what is best in the rest. {REMARKS[model]}\n"
+        f"Best of {turns} rounds each. The noise is, for each side, the ratio of the best time of "
+        f"even rounds to that of odd rounds. {REMARKS[model]}\n"
     )
     for name in CLAIMED:
         report.claim_time(
@@ -178,7 +178,7 @@ def measure(report: Report, model: str) -> None:
 
 
 def peer_versions() -> str:
-    """Which versions the other side has."""
+    """Return the versions of the other side."""
     packages = ["kfac-jax", "jax", "jaxlib"]
     code = f"import importlib.metadata as m; print(*(m.version(p) for p in {packages}))"
     if not PEER_PYTHON.exists():

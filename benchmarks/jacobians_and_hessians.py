@@ -1,12 +1,12 @@
-"""curvax's Jacobians and Hessians beside `jax.hessian`, `jax.jacfwd`, `jax.lax.map` and zodiax.
+"""curvax's Jacobians and Hessians next to `jax.hessian`, `jax.jacfwd`, `jax.lax.map` and zodiax.
 
 The claims, for the Hessian of a network with about 2,000 parameters and 1,024 examples: with a
 memory budget and `objective="time"`, curvax is at least 4 times as fast as `jax.hessian` and needs
 at most a thirtieth of its temporaries; it is at least 3 times as fast as zodiax when called again;
 and it is within 10 % of a hand-written loop over Hessian-vector products with the best of several
-chunk sizes. In all cases the block size that `objective="time"` takes, by a rule, is within 10 % of
-the best of several, and a first call with it takes at most 1.5 times one without. And a Hessian of
-1.6 GB goes to disk while less than 1 GB of memory is in use.
+chunk sizes. In all cases the block size that `objective="time"` chooses, by a rule, is within 10 %
+of the best of several, and a first call with it takes at most 1.5 times one without. And a Hessian
+of 1.6 GB is written to disk with less than 1 GB of memory.
 
     python benchmarks/jacobians_and_hessians.py [--quick] [--write] [--only words]
 """
@@ -43,7 +43,7 @@ LARGEST = f"curvax, {BUDGET}, largest"
 
 @dataclass
 class Case:
-    """A function, a point, and what is to be computed there."""
+    """A function, a point, and the derivative to compute there."""
 
     title: str
     kind: str
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass
 class Contest:
-    """Ways to compute one thing: each a call, and the bytes of temporaries where they are known."""
+    """Implementations of one derivative: calls, and bytes of temporaries where known."""
 
     calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Contest:
 
 
 def network(width: int, examples: int) -> tuple[Callable[[Any], jax.Array], Any]:
-    """A network with about `width**2 + 18 * width` parameters and its loss."""
+    """Return the loss of a network and its parameters, about `width**2 + 18 * width` numbers."""
     keys = jax.random.split(jax.random.key(0), 4)
     data = jax.random.normal(keys[0], (examples, 16))
     target = jnp.sin(data.sum(1))
@@ -84,7 +84,7 @@ def network(width: int, examples: int) -> tuple[Callable[[Any], jax.Array], Any]
 
 
 def optics(terms: int, pixels: int) -> tuple[Callable[[Any], jax.Array], Any]:
-    """The image of a point source behind an aberrated telescope, by its coefficients."""
+    """Return a function from aberrations of a telescope to its image of a point source."""
     y, x = np.mgrid[-1 : 1 : 1j * pixels, -1 : 1 : 1j * pixels]
     aperture = jnp.asarray((x**2 + y**2 <= 1).astype(np.float32))
     degrees = [(i, k - i) for k in range(40) for i in range(k + 1)][:terms]
@@ -112,7 +112,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def contest_of(case: Case) -> Contest:
-    """Compile and call everything once, and check that the answers agree."""
+    """Compile and call everything once, and check that the results agree."""
     contest = Contest()
     flat, unflatten = ravel_pytree(case.x)
     flat_f = lambda v: case.f(unflatten(v))
@@ -157,7 +157,7 @@ def contest_of(case: Case) -> Contest:
 def chunked_by_hand(
     kind: str, f: Callable[[jax.Array], jax.Array], chunk: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Columns through one linearisation, a chunk at a time, as one would write it in JAX."""
+    """Compute columns through one linearisation, a chunk at a time, by hand-written JAX."""
 
     def compute(flat: jax.Array) -> jax.Array:
         _, product = jax.linearize(jax.grad(f) if kind == "hessian" else f, flat)
@@ -169,7 +169,7 @@ def chunked_by_hand(
 
 
 def run(case: Case, report: Report) -> None:
-    """Measure a case, print it, and state what is claimed of it."""
+    """Measure a case, print the results, and state the claims."""
     report.say(f"## {case.title}\n")
     contest = contest_of(case)
     clock = Clock(contest.calls, {OURS, "jax.hessian", "zodiax"} & contest.calls.keys())
@@ -236,7 +236,7 @@ print(H.shape[0], peak() - before)
 
 
 def on_disk(report: Report) -> None:
-    """A Hessian that is larger than the memory it may take, in a process of its own."""
+    """Compute a Hessian that is larger than its memory budget, in a separate process."""
     width = 40 if report.quick else 133
     report.say("## A Hessian on disk\n")
     with TemporaryDirectory() as folder:
@@ -256,7 +256,7 @@ def on_disk(report: Report) -> None:
 
 
 def checksums(width: int) -> float:
-    """The best time of a Hessian on disk as a part of that without the codec for checksums."""
+    """Return the ratio of the best times of a Hessian on disk with and without checksums."""
     loss, x = network(width, 64)
     codec = zarr.codecs.Crc32cCodec
     best: dict[Any, float] = {}

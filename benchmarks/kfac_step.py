@@ -1,20 +1,20 @@
-"""Steps of K-FAC side by side: curvax, kfac-jax, and Adam; in units of the gradient's time.
+"""Steps of K-FAC by curvax and kfac-jax, and of Adam, in units of the time of a gradient.
 
 The claims: both libraries take the same steps; a step of ours, averaged over the period in which
 inverses are computed once, takes at most 3 gradients for the autoencoder with 500 images, and is
 for each model at least 1.7 times as fast as one of kfac-jax; with staggered inverses the worst step
-takes at most 1.5 times the median; the first step, from the constructor to its result, is there in
-at most 0.6 of the time; and the temporaries of a step are at most 1.3 times those of the gradient
+takes at most 1.5 times the median; the first step, from the constructor to its result, takes at
+most 0.6 of the time; and the temporaries of a step are at most 1.3 times those of the gradient
 plus the size of the state.
 
 Settings are the same on both sides: fixed learning rate, momentum and damping, sampled Fisher
 matrix in each step, inverses in every fifth, no burn-in.
 
-kfac-jax 0.0.8 needs an older JAX than we do, so it has an environment of its own, `.venv-kfac`,
-which `make bench` sets up; see `_kfac_side.py` for what runs in both. The two processes take turns
-of one period each, the order of which changes. Other work on the machine only makes a step slower,
-so for each place in the period the best time counts, and first steps are taken in several new
-processes, of which the best counts. What the mean of all steps was, is in the table too.
+kfac-jax 0.0.8 needs an older JAX than curvax, so it has an environment of its own, `.venv-kfac`,
+which `make bench` sets up; `_kfac_side.py` runs in both. The two processes alternate, one period at
+a time, in changing order. Other work on the machine can only make a step slower, so the best time
+for each phase of the period counts, and first steps are taken in several new processes, of which
+the best counts. The table shows the mean of all steps, too.
 """
 
 import contextlib
@@ -40,18 +40,18 @@ OWN = "curvax"
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, and how often each side does what."""
+    """A model, and the numbers of measurements of each side."""
 
     title: str
     firsts: int
-    """In how many new processes a first step is taken."""
+    """Number of new processes in which a first step is taken."""
     turns: int
     peer_turns: int
     remark: str = ""
     most_gradients: float | None = None
-    """How many gradients a step may take, if that is claimed."""
+    """Allowed time of a step in gradients; None for no claim."""
     checked: str | None = None
-    """The model, made small, with which the steps of both are compared, if they are."""
+    """The small model with which the steps of both are compared; None for no comparison."""
     tolerance: float = 1e-3
 
 
@@ -70,7 +70,7 @@ PLANS = {
         firsts=1,
         turns=4,
         peer_turns=1,
-        remark="A step of kfac-jax takes half a minute here, so it has one period only.",
+        remark="A step of kfac-jax takes half a minute here, so only one period is measured.",
         checked="resnet",
     ),
     "transformer": Plan(
@@ -79,8 +79,8 @@ PLANS = {
         turns=4,
         peer_turns=4,
         remark="Steps are compared with sequences of one token. With longer ones the two do not "
-        "agree, in parameters from which one token has an effect on others: keys, values and what "
-        "is before them. Also, layer norms agree less well than the rest, from the second step on; "
+        "agree, in parameters through which tokens interact: keys, values and the layers before "
+        "them. Also, layer norms agree less well than the rest, from the second step on; "
         "so the tolerance is larger here.",
         checked="transformer-apart",
         tolerance=1e-2,
@@ -99,7 +99,7 @@ LEAST_SPEEDUP, MOST_UNEVENNESS, MOST_OF_FIRST, MOST_OF_TEMPORARIES = 1.7, 1.5, 0
 
 
 class Side:
-    """A process with one of both libraries, that works only when asked to."""
+    """A process with one of the libraries, which works only on request."""
 
     def __init__(self, name: str, model: str, small: bool) -> None:
         self.name = name
@@ -109,13 +109,13 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # What was compiled in an earlier run does not count.
+            # No compilation cache of earlier runs.
             env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
         )
         self.ask("ready")
 
     def ask(self, command: str) -> Any:
-        """The answer to a command."""
+        """Send a command and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(command + "\n")
@@ -134,7 +134,7 @@ class Side:
 
 @contextlib.contextmanager
 def side_of(name: str, model: str, small: bool) -> Iterator[Side]:
-    """A side, as long as it is needed."""
+    """Start a side, and end it on exit."""
     side = Side(name, model, small)
     try:
         yield side
@@ -144,12 +144,12 @@ def side_of(name: str, model: str, small: bool) -> Iterator[Side]:
 
 @dataclass
 class Outcome:
-    """What was measured of one optimizer, or of the gradient. Times are in seconds."""
+    """The measurements of one optimizer, or of the gradient. Times are in seconds."""
 
     firsts: list[float]
     state: int
     periods: list[list[float]]
-    """For each turn the times of its steps."""
+    """The times of steps of each period."""
     loss: float
     temporaries: int | None
 
@@ -159,7 +159,7 @@ class Outcome:
 
     @property
     def places(self) -> list[float]:
-        """The best time of each place in the period."""
+        """The best time of each phase of the period."""
         return [min(times) for times in zip(*self.periods, strict=True)]
 
     @property
@@ -176,16 +176,16 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """Of all steps, as they came."""
+        """The mean over all steps."""
         return statistics.mean(time for period in self.periods for time in period)
 
 
 Outcomes = dict[tuple[str, str], Outcome]
-"""By side and name."""
+"""Measurements by side and name."""
 
 
 def measured(model: str, plan: Plan, small: bool) -> Outcomes:
-    """Both sides in turn: first steps in new processes, then periods in the last of these."""
+    """Measure both sides alternately: first steps in new processes, then periods in the last."""
     firsts: dict[Any, list[float]] = {key: [] for key in TITLES}
     for number in range(plan.firsts - 1):
         for name in list(PYTHONS)[:: 1 if number % 2 else -1]:
@@ -216,7 +216,7 @@ def measured(model: str, plan: Plan, small: bool) -> Outcomes:
 
 
 def show(report: Report, outcomes: Outcomes) -> None:
-    """A row for each, in milliseconds, and in gradients of the same process."""
+    """Print a row for each, in milliseconds, and in gradients of the same process."""
     rows = []
     for (side, name), title in TITLES.items():
         found, gradient = outcomes[side, name], outcomes[side, "gradient"]
@@ -243,15 +243,15 @@ def show(report: Report, outcomes: Outcomes) -> None:
 
 
 def best(gradient: Outcome) -> float:
-    """The time of the gradient: all of its places are alike, so as much noise is left as in steps.
+    """Return the time of the gradient: the mean of the best times of each phase.
 
-    The best of all would be the best of five times as many as for a place of the period.
+    The best of all gradients would be the best of five times as many as for a phase of a step.
     """
     return gradient.amortised
 
 
 def claim(report: Report, model: str, plan: Plan, outcomes: Outcomes) -> None:
-    """State what is to be true of the measurements."""
+    """State the claims."""
     gradient, ours, theirs = (
         outcomes[key] for key in ((OWN, "gradient"), (OWN, "kfac"), (PEER, "kfac"))
     )
@@ -290,12 +290,12 @@ def claim(report: Report, model: str, plan: Plan, outcomes: Outcomes) -> None:
         f"{allowed / MEGABYTE:.1f}, which is {MOST_OF_TEMPORARIES} times the gradient's and the "
         f"state)"
     )
-    # Sizes for a quick try are so small that it is all about what does not grow.
+    # In a quick run sizes are so small that constant costs dominate.
     report.claim_time(text, ours.temporaries <= allowed)
 
 
 def check(report: Report, model: str, tolerance: float) -> None:
-    """Whether both take the same steps, on a small model of the kind."""
+    """Check that both take the same steps, on a small model of the kind."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name in PYTHONS:
@@ -314,12 +314,12 @@ def check(report: Report, model: str, tolerance: float) -> None:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """How much two arrays differ, as a share of their size."""
+    """Return the relative difference of two arrays."""
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 def selected(only: str, quick: bool) -> Sequence[tuple[str, Plan]]:
-    """The models that the command line asks for; for a quick try, with few turns."""
+    """Return the models of the command line; in a quick run, with few periods."""
     few = {"firsts": 1, "turns": 2, "peer_turns": 2} if quick else {}
     return [(model, replace(plan, **few)) for model, plan in PLANS.items() if only in model]
 
@@ -328,9 +328,9 @@ def main() -> None:
     report, only = begin("Steps of K-FAC", __file__, __doc__, PACKAGES)
     report.say(f"The other side: {peer_versions()}\n")
     report.say(
-        "Times of steps are the best for each place in the period of five; of these the median, "
+        "Times of steps are the best for each phase of the period of five; of these the median, "
         "the worst and the mean. Gradients are those of the same process. First steps are from the "
-        "constructor to the result, with all that is compiled. kfac-jax has no public way to the "
+        "constructor to the result, including compilation. kfac-jax does not give access to the "
         "program of a step, so its temporaries are not known.\n"
     )
     for model, plan in selected(only, report.quick):

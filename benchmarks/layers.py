@@ -1,9 +1,9 @@
-"""What it costs to find the layers of a model, and to sum statistics at them.
+"""The cost of detecting the layers of a model, and of computing their statistics.
 
-The claims: to trace and tag a transformer of 48 layers that is written as a Python loop takes at
+The claims: tracing and tagging a transformer of 48 layers that is written as a Python loop takes at
 most three seconds more than `jax.make_jaxpr` of its gradient; and on an LSTM of 500 steps,
-statistics need at most 10 % more temporary memory than the gradient, and the time of both together
-is shown beside that of the gradient and of statistics from all inputs and cotangents at once.
+statistics need at most 10 % more temporary memory than the gradient. The time of both together is
+shown next to that of the gradient and of statistics from all inputs and cotangents at once.
 """
 
 import time
@@ -22,7 +22,7 @@ PACKAGES = ["curvax", "jax", "jaxlib"]
 
 
 def transformer(layers: int, width: int = 64, heads: int = 4) -> tuple[Callable[..., Any], Any]:
-    """The loss of a language model, and its arguments."""
+    """Return the loss of a language model, and its arguments."""
     shapes = {"query": (width, heads, width // heads), "out": (heads, width // heads, width)}
     shapes |= {"key": shapes["query"], "value": shapes["query"]}
     shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
@@ -60,7 +60,7 @@ def transformer(layers: int, width: int = 64, heads: int = 4) -> tuple[Callable[
 
 
 def tracing(report: Report) -> None:
-    """The time to find the layers, beyond that to trace the gradient."""
+    """Measure the time to detect the layers, beyond that to trace the gradient."""
     layers = 6 if report.quick else 48
     report.say(f"## Finding the layers of a transformer of {layers} layers\n")
     loss, args = transformer(layers)
@@ -88,7 +88,7 @@ def tracing(report: Report) -> None:
 
 
 def lstm(width: int) -> tuple[Callable[..., Any], Any]:
-    """The loss of an LSTM over 500 steps, and its arguments."""
+    """Return the loss of an LSTM over 500 steps, and its arguments."""
     keys = jax.random.split(jax.random.key(0), 4)
     params = {
         "input": 0.1 * jax.random.normal(keys[0], (32, 4 * width)),
@@ -117,7 +117,7 @@ FACTORS = {"inputs": lambda x, _: x[0].T @ x[0], "outputs": lambda _, g: g[0].T 
 
 
 def statistics(report: Report) -> None:
-    """Statistics in the backward pass, and from all that `layer_tags_vjp` returns."""
+    """Measure statistics in the backward pass, and from the results of `layer_tags_vjp`."""
     width = 16 if report.quick else 128
     report.say(f"## Kronecker factors of an LSTM, {width} wide, 500 steps\n")
     loss, args = lstm(width)

@@ -1,8 +1,8 @@
-"""curvax's maps and loops beside `jax.vmap`, `jax.lax.map`, optax.microbatching and powerpax.
+"""curvax's maps and loops next to `jax.vmap`, `jax.lax.map`, optax.microbatching and powerpax.
 
 The claims: no program of ours takes longer than the best of its peers, beyond 5 % and the noise of
-the machine, and none needs more temporaries than the leanest, beyond one chunk. That shall hold
-whether or not the chunk size divides the length. `jax.vmap` and the plain `jax.lax.scan` are shown
+the machine, and none needs more temporaries than the leanest, beyond one chunk. This holds whether
+or not the chunk size divides the length. `jax.vmap` and the plain `jax.lax.scan` are shown
 for reference: they may use all the memory there is.
 
     python benchmarks/maps_and_loops.py [--quick] [--write] [--only words]
@@ -35,7 +35,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """The sizes of all problems."""
 
     examples: int = 16384
     features: int = 1024
@@ -99,7 +99,7 @@ def network_weights(inputs: int, hidden: int, outputs: int = 16) -> list[jax.Arr
 
 
 def maps_of(f: Callable[..., Any], chunk: int) -> list[Candidate]:
-    """All ways to map `f(weights, x)` over x."""
+    """Return all implementations of a map of `f(weights, x)` over x."""
     closed = lambda w: partial(f, w)
     return [
         reference("jax.vmap", jax.vmap(f, (None, 0))),
@@ -110,7 +110,7 @@ def maps_of(f: Callable[..., Any], chunk: int) -> list[Candidate]:
         ),
         Candidate("powerpax.chunked_vmap", lambda w, x: powerpax.chunked_vmap(closed(w), chunk)(x)),
         ours("chunked_vmap", curvax.chunked_vmap(f, chunk, in_axes=(None, 0))),
-        # Contiguous, as the peers' chunks are; the default order is for batches that are sharded.
+        # Contiguous, as in the peers; the default order is for sharded batches.
         ours(
             "micro_vmap",
             curvax.micro_vmap(f, (None, 0), microbatch_size=chunk, order="contiguous"),
@@ -119,14 +119,14 @@ def maps_of(f: Callable[..., Any], chunk: int) -> list[Candidate]:
 
 
 def rematerialised_maps_of(f: Callable[..., Any], chunk: int) -> list[Candidate]:
-    """As `maps_of`, such that a gradient computes each chunk again."""
+    """Equal to `maps_of`, except that a gradient rematerialises each chunk."""
     candidates = [c for c in maps_of(jax.checkpoint(f), chunk) if c.role != "ours"]
     mapped = curvax.chunked_vmap(f, chunk, in_axes=(None, 0), checkpoint=True)
     return [*candidates, ours("chunked_vmap", mapped)]
 
 
 def gradient_of(candidate: Candidate, argnums: int | tuple[int, ...]) -> Candidate:
-    """The gradient of a mapped function, through the sum of squares of all outputs."""
+    """Return the gradient of the sum of squares of all outputs of a mapped function."""
     energy = lambda w, x: jnp.sum(jnp.square(candidate.fun(w, x)))
     return Candidate(candidate.name, jax.grad(energy, argnums), candidate.role)
 
@@ -137,7 +137,7 @@ def maps(sizes: Sizes) -> Iterator[Comparison]:
     narrow = jax.random.normal(key, (sizes.examples, 64))
     ones = jnp.ones(sizes.features)
     weights = network_weights(64, sizes.hidden)
-    # The last entry: how many numbers an example has in all, read, on the way, and put out.
+    # The last entry is the number of elements per example: inputs, intermediates and outputs.
     programs = [
         ("Elementwise, as much out as in", elementwise, ones, wide, 3 * sizes.features),
         ("Large in, one number out", reduction, ones, wide, 2 * sizes.features + 1),
@@ -152,7 +152,7 @@ def maps(sizes: Sizes) -> Iterator[Comparison]:
         ("gradient by both, rematerialised", rematerialised_maps_of, by_both),
     ]
     for name, f, weights, x, numbers in programs:
-        # What an elementwise function computes on the way is not worth computing again.
+        # Elementwise functions have no intermediates that are worth rematerialising.
         for mode, candidates, transform in modes[:3] if f is elementwise else modes:
             for chunk in (sizes.chunk, sizes.uneven_chunk):
                 yield Comparison(
@@ -177,7 +177,7 @@ def clip(gradient: Any) -> Any:
 
 
 def clipped_gradients(weights: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    """The sum of clipped gradients over a batch, and the loss of each example."""
+    """Return the sum of clipped gradients over a batch, and per-example losses."""
 
     def one(x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
         value, gradient = jax.value_and_grad(loss)(weights, x, y)
@@ -188,7 +188,7 @@ def clipped_gradients(weights: Any, x: jax.Array, y: jax.Array) -> tuple[Any, ja
 
 
 def summed_by_scan(fun: Callable[..., Any], chunk: int) -> Callable[..., Any]:
-    """`fun(weights, x, y)` summed over microbatches, as one would write it by hand."""
+    """Return `fun(weights, x, y)` summed over microbatches, by a hand-written loop."""
 
     def run(weights: Any, x: jax.Array, y: jax.Array) -> Any:
         add = partial(jax.tree.map, jnp.add)
@@ -224,7 +224,7 @@ def clipped_by_scan(chunk: int) -> Callable[..., Any]:
 
 
 def clipped_by(micro_grad: Callable[..., Any], chunk: int) -> Callable[..., Any]:
-    """The same by a library's `micro_grad`."""
+    """Equal to `clipped_gradients`, by a library's `micro_grad`."""
     gradients = micro_grad(
         loss,
         batch_argnums=(1, 2),
@@ -260,8 +260,8 @@ def accumulated_gradients(sizes: Sizes) -> Iterator[Comparison]:
         )
     few = (network_weights(64, sizes.hidden // 2), x[: len(x) // 8], y[: len(x) // 8])
     gradient_size = sum(w.size for w in few[0])
-    # XLA's time for such a network depends on the batch in odd ways: 31 at once may take less
-    # than 30. With these sizes every program makes chunks of the same size, but for the last.
+    # XLA's time for such a network depends irregularly on the batch size: 31 may take less than
+    # 30. With these sizes every program has chunks of the same size, except for the last.
     for chunk in (sizes.clip_chunk, sizes.uneven_clip_chunk):
         yield Comparison(
             f"Clipped gradients of examples: {len(few[1])} in microbatches of {chunk}",
@@ -281,7 +281,7 @@ def accumulated_gradients(sizes: Sizes) -> Iterator[Comparison]:
 
 
 def diffuse(field: jax.Array, source: Any) -> jax.Array:
-    """A step of the heat equation with a reaction, which is bound by memory."""
+    """A step of the heat equation with a reaction term, which is memory-bound."""
     neighbours = sum(jnp.roll(field, shift, axis) for shift in (-1, 1) for axis in (0, 1))
     field = field + 0.2 * (neighbours - 4 * field) + 0.01 * field * (1 - field)
     return field if source is None else field + source
@@ -293,19 +293,19 @@ def heat(field: jax.Array, source: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def heat_and_spectrum(field: jax.Array, source: Any) -> tuple[jax.Array, jax.Array]:
-    """The same with an output that costs much more than the step."""
+    """Equal to `heat`, except that the output costs much more than the step."""
     field = diffuse(field, source)
     return field, jnp.tanh(field @ field) @ field
 
 
 def filtered(state: jax.Array, signal: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A recurrence that reads as much in each step as it holds."""
+    """A recurrence whose input in each step is as large as its state."""
     state = 0.9 * state + 0.1 * signal * (1 + 0.1 * state)
     return state, state
 
 
 def lorenz(state: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
-    """A step so small that the loop around it is what counts."""
+    """A step so small that the overhead of the loop dominates."""
     x, y, z = state
     change = jnp.stack([10 * (y - x), x * (8 - z) - y, x * y - 8 / 3 * z])
     state = state + 0.001 * change
@@ -353,12 +353,12 @@ def sliced(sizes: Sizes) -> Iterator[Comparison]:
 
 
 def scan_gradient(candidate: Candidate) -> Candidate:
-    """The gradient of the sum of squares of the last carry and all outputs."""
+    """Return the gradient of the sum of squares of the last carry and all outputs."""
 
     def energy(init: Any, xs: Any) -> jax.Array:
         return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(candidate.fun(init, xs)))
 
-    # Without xs there is nothing but the initial state to differentiate by.
+    # Without xs the gradient is with respect to the initial state only.
     gradient = lambda init, xs: jax.grad(energy, 0 if xs is None else (0, 1))(init, xs)
     return Candidate(candidate.name, gradient, candidate.role)
 

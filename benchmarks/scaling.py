@@ -1,15 +1,16 @@
-"""What a step of K-FAC takes of each device, on 1 to 256 of them: operations, bytes sent, memory.
+"""The cost of a step of K-FAC per device, on 1 to 256 devices: operations, bytes sent, memory.
 
 Two problems that are trained on many devices: a ResNet-50 with 4096 images, and a transformer of a
 billion parameters with 512 sequences of 2048 tokens. Nothing of that size is run. Shapes are enough
-for curvax to find the layers and to share out the work, and `_scaling.py` adds up what follows.
+for curvax to detect the layers and to distribute the work, and `_scaling.py` sums the costs.
 
-The claims: the same sums for small models are, to the byte, what compiled programs on 2, 4 and 8
-devices send and keep; what a device sends is bounded, however many there are; sharing out work and
-splitting the state do what they are for; and where each of them stops to help is where it is said
-to be, at the largest matrix, at what all devices do alike, and at what has to be sent.
+The claims: the predictions for small models equal, to the byte, what compiled programs on 2, 4 and
+8 devices send and hold; the bytes that a device sends are bounded for any number of devices;
+distributing work and sharding the state reduce operations and memory; and the limits of their
+scaling are where they are predicted to be: the largest matrix, the work that every device does, and
+communication.
 
-`--write` also draws the picture of the documentation.
+`--write` also draws the plot of the documentation.
 """
 
 import json
@@ -31,14 +32,14 @@ PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 COUNTS = [2**k for k in range(9)]
 SHOWN = [1, 4, 16, 64, 256]
 BALANCE = 3000
-"""How many operations some devices do while they send a byte: 150 TFLOP/s beside 50 GB/s."""
+"""Operations that a device performs while it sends a byte: 150 TFLOP/s against 50 GB/s."""
 PERIOD = 5
-"""In how many steps inverses are computed once, which is what the optimizer does by default."""
+"""Number of steps between updates of the inverses: the default of the optimizer."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, and a batch of so many examples of all devices together."""
+    """A model, and the number of examples of a global batch."""
 
     title: str
     model: Model
@@ -57,7 +58,7 @@ PROBLEMS = [
 
 @dataclass(frozen=True)
 class Costs:
-    """What a device has to do in a step, to send and to keep, by what for."""
+    """The operations, bytes sent and bytes held of a device in a step, by purpose."""
 
     flops: dict[str, float]
     sent: dict[str, float]
@@ -65,29 +66,29 @@ class Costs:
 
     @classmethod
     def of(cls, step: Step, passes: Passes, batch_size: int) -> "Costs":
-        """What a step with inverses takes."""
+        """Return the cost of a step with inverses."""
         sent: dict[str, float] = {}
         for each in step.collectives():
             sent[each.phase] = sent.get(each.phase, 0) + each.sent(step.count)
         return cls(step.flops(passes, batch_size), sent, step.memory())
 
     def mean(self, costs: dict[str, float]) -> float:
-        """An average step, of those with and without inverses."""
+        """Return the mean cost of steps with and without inverses."""
         return sum(x / PERIOD if phase == "inverses" else x for phase, x in costs.items())
 
     @property
     def balance(self) -> float:
-        """How many operations there are for each byte that is sent, in a mean step."""
+        """The number of operations per byte sent, in a mean step."""
         sent = self.mean(self.sent)
         return self.mean(self.flops) / sent if sent else float("inf")
 
 
 Curves = dict[str, dict[int, Costs]]
-"""For each plan, by the number of devices."""
+"""Costs of each plan by the number of devices."""
 
 
 def curves_of(problem: Problem) -> Curves:
-    """What each plan takes on all numbers of devices."""
+    """Return the costs of each plan for all numbers of devices."""
     passes = Passes.of(problem.model)
 
     def costs(plan: Plan, count: int) -> Costs:
@@ -97,8 +98,8 @@ def curves_of(problem: Problem) -> Curves:
 
 
 def check_small(report: Report) -> None:
-    """Hold the same sums, for small models, against compiled programs."""
-    report.say("## Small models: what is predicted, and what compiled programs do\n")
+    """Compare predictions for small models with compiled programs."""
+    report.say("## Small models: predictions and compiled programs\n")
     counts = "2,4" if report.quick else "2,4,8"
     found: list[dict[str, Any]] = [
         {"model": model, **each}
@@ -129,7 +130,7 @@ def check_small(report: Report) -> None:
 
 
 def on_devices(model: str, counts: str, plans: str) -> list[dict[str, Any]]:
-    """What `_scaling_side.py` finds, in a process that has eight devices."""
+    """Run `_scaling_side.py` in a process with eight devices, and return its results."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
@@ -143,7 +144,7 @@ def on_devices(model: str, counts: str, plans: str) -> list[dict[str, Any]]:
 
 
 def tabulate(report: Report, problem: Problem, curves: Curves) -> None:
-    """The numbers behind the picture."""
+    """Print the numbers of the plot."""
     report.say(f"## {problem.title} ({problem.model.num_params:,} parameters)\n")
     for name, plan in PLANS.items():
         report.say(f"{name}: {plan.title}\n")
@@ -169,12 +170,12 @@ def tabulate(report: Report, problem: Problem, curves: Curves) -> None:
 
 
 def number(x: float) -> str:
-    """With three digits, or all before the point."""
+    """Format with three digits, or all before the point."""
     return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 
 
 def claim(report: Report, problem: Problem, curves: Curves) -> None:
-    """Where it scales, and where it stops."""
+    """State the claims about scaling and its limits."""
     name, last = problem.title.split(",")[0], COUNTS[-1]
     shared, split, alone = curves["shared"], curves["split"], curves["replicated"]
     largest = largest_inverse(problem.model)
@@ -224,19 +225,19 @@ def claim(report: Report, problem: Problem, curves: Curves) -> None:
 
 
 def largest_inverse(model: Model) -> float:
-    """The operations of inverting the largest pair of factors."""
+    """Return the operations of inverting the largest pair of factors."""
     shards = Step.of(model, PLANS["split"], 2).shards
     return max(sum(side.work for side in shard.sides) for shard in shards)
 
 
 def bound(model: Model, plan: str) -> dict[str, float]:
-    """The bytes of gradient, factors, inverses (in a mean step) and products."""
+    """Return the bytes of gradient, factors, inverses (in a mean step) and products."""
     step = Step.of(model, PLANS["replicated"], 1)
     memory = step.memory()
     found: dict[str, float] = {"gradient": memory["gradient"], "statistics": memory["averages"]}
     if plan != "replicated":
         found["products"] = memory["gradient"]
-    if plan == "shared":  # Widened to few sizes.
+    if plan == "shared":  # Padded to a few sizes.
         found["inverses"] = 1.1 * memory["inverses"] / PERIOD
     return found
 
@@ -254,7 +255,7 @@ def main() -> None:
             claim(report, problem, curves)
     if report.path is not None and len(found) == len(PROBLEMS):
         draw(found, PICTURE)
-        report.say(f"The picture is in docs/{PICTURE.name}.")
+        report.say(f"The plot is in docs/{PICTURE.name}.")
     report.finish()
 
 

@@ -1,4 +1,4 @@
-"""How the parts of the demonstration measure and print."""
+"""Measuring and printing, for all parts of the demonstration."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 
-# On CPU, XLA may turn a chain of operations into one library call whose scratch memory is not in
-# its account. Compiled without that the account is true, and the program hardly slower.
+# On CPU, XLA may fuse operations into a library call whose scratch memory `memory_analysis` omits.
+# Without such fusions the analysis is exact, and the program hardly slower.
 _TRUE_ACCOUNT = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float]:
-    """The compiled `fun`, and the megabytes it needs beside its inputs and outputs."""
+    """Return the compiled `fun`, and the megabytes it needs besides its inputs and outputs."""
     options = _TRUE_ACCOUNT if jax.default_backend() == "cpu" else None
     program = jax.jit(fun).lower(*args).compile(compiler_options=options)
     return program, program.memory_analysis().temp_size_in_bytes / 1e6
 
 
 def agreement(one: Any, other: Any) -> str:
-    """In words, how far two pytrees of arrays agree; they must, to rounding."""
+    """Describe how closely two pytrees of arrays agree; raise if not to rounding."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in pairs]
     gap = max(np.abs(a - b).max() / (np.abs(b).max() + 1e-30) for a, b in pairs)
@@ -36,7 +36,7 @@ def text(words: str) -> None:
 
 
 def memory(rows: Sequence[tuple[str, float, float]], naive: str, ours: str) -> None:
-    """Print what programs need, naively written and with curvax."""
+    """Print the memory that programs need, written naively and with curvax."""
     print(f"\n  {'temporary memory':34}{naive:>18}{ours:>30}")
     for name, before, after in rows:
         print(f"  {name:34}{before:15.1f} MB{after:27.1f} MB")

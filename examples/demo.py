@@ -20,13 +20,13 @@ def main() -> None:
     print(
         f"JAX {jax.__version__} on {jax.default_backend()}. Memory is what the compiler sets aside"
     )
-    print("for temporaries, beside inputs and outputs.")
+    print("for temporaries, besides inputs and outputs.")
     begin = time.perf_counter()
     for number, (title, run) in enumerate(PARTS, start=1):
         heading = f"{number}. {title}"
         print(f"\n\n{heading}\n{'-' * len(heading)}")
         run()
-    print(f"\n\nAll this took {time.perf_counter() - begin:.0f} seconds.")
+    print(f"\n\nThe demonstration took {time.perf_counter() - begin:.0f} seconds.")
 
 
 if __name__ == "__main__":

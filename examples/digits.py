@@ -1,9 +1,9 @@
 """An autoencoder of handwritten digits, trained with K-FAC and with Adam, and its curvature.
 
-The images of scikit-learn, 8 by 8 pixels, go through a bottleneck of 12 numbers. It is the kind of
-network that first-order methods find hard. All three quantities of K-FAC are adaptive, so that
-there is nothing to tune; Adam has the best of three learning rates. Run it alone, with pictures in
-a folder of your choice, as `python -m examples.digits [folder]`.
+The 8-by-8 images of scikit-learn go through a bottleneck of 12 numbers, the kind of network that
+first-order methods find hard. Learning rate, momentum and damping of K-FAC are adaptive, so there
+is nothing to tune; Adam gets the best of three learning rates. To run this example alone, with
+pictures in a folder of your choice: `python -m examples.digits [folder]`.
 """
 
 import itertools
@@ -33,7 +33,7 @@ Params = list[dict[str, jax.Array]]
 
 
 def images() -> jax.Array:
-    """All digits, a row for each, between zero and one."""
+    """Return all digits, one per row, with values between zero and one."""
     return jnp.asarray(load_digits().data / 16, jnp.float32)
 
 
@@ -50,14 +50,14 @@ def reconstruct(params: Params, x: jax.Array) -> jax.Array:
 
 
 def loss(params: Params, x: jax.Array) -> jax.Array:
-    """The squared error of an image, on average."""
+    """Return the squared error per image, averaged over images."""
     prediction = curvax.register_squared_error_loss(reconstruct(params, x), x)
     return jnp.mean(jnp.sum((prediction - x) ** 2, axis=1))
 
 
 @dataclass(frozen=True)
 class Run:
-    """The losses of a training, before each step, and the seconds since its second step."""
+    """A training run: the loss before each step, and the seconds since its second step."""
 
     name: str
     losses: list[float]
@@ -65,7 +65,7 @@ class Run:
     rate: float | None = None
 
     def steps_to(self, target: float) -> int | None:
-        """How many steps it took to get there, if it did."""
+        """Return the number of steps to reach the target, or None."""
         return next((k for k, value in enumerate(self.losses) if value <= target), None)
 
 
@@ -84,7 +84,7 @@ def with_adam(x: jax.Array, rate: float, num_steps: int = ADAM_STEPS) -> Run:
     for number in range(num_steps + 1):
         params, state, value = step(params, state)
         losses.append(float(value))
-        begin = time.perf_counter() if number == 0 else begin  # Compiling does not count.
+        begin = time.perf_counter() if number == 0 else begin  # Compilation does not count.
         seconds.append(time.perf_counter() - begin)
     return Run(f"Adam, {rate:g}", losses, seconds, rate)
 
@@ -116,7 +116,7 @@ def with_kfac(
 
 
 def table(kfac: Run, adam: Run) -> None:
-    """Print the losses of both by step and by time."""
+    """Print both losses by step and by time."""
     print(f"\n  {'loss after':>14}{kfac.name:>14}{adam.name:>18}")
     for step in (0, 10, 30, 60, 90, 119, 300, 600):
         shown = [f"{r.losses[step]:.4f}" if step < len(r.losses) else "" for r in (kfac, adam)]
@@ -129,7 +129,7 @@ def table(kfac: Run, adam: Run) -> None:
 
 
 def plot(runs: list[Run], target: float, path: Path) -> None:
-    """Losses by step and by time."""
+    """Plot losses by step and by time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -140,11 +140,11 @@ def plot(runs: list[Run], target: float, path: Path) -> None:
         style = {"linewidth": 2.2} if run.name == "K-FAC" else {"alpha": 0.8}
         panels[0].semilogy(run.losses, label=run.name, **style)
         panels[1].semilogy(run.seconds, run.losses, label=run.name, **style)
-    for panel, label in zip(panels, ("steps", "seconds, without compiling"), strict=True):
+    for panel, label in zip(panels, ("steps", "seconds, without compilation"), strict=True):
         panel.axhline(target, color="gray", linestyle=":", linewidth=1)
         panel.set_xlabel(label)
         panel.grid(alpha=0.3, which="both")
-    panels[0].set_ylabel("squared error of an image")
+    panels[0].set_ylabel("squared error per image")
     panels[0].legend()
     figure.suptitle("Autoencoder of digits, full batch")
     figure.savefig(path, dpi=130)
@@ -156,13 +156,13 @@ def run(pictures: Path = PICTURES) -> None:
     x = images()
     _show.text(
         f"""{len(x)} images of digits go through a network {"-".join(map(str, SIZES))} and back.
-        One line in the loss registers it; the layers are found in the model as it is written:"""
+        One line registers the loss; the layers are detected in the model as it is written:"""
     )
     print()
     print(_indented(str(curvax.explain_registration(loss, (first_guess(), x)))))
     _show.text(
         f"""Adam takes {ADAM_STEPS} steps with each of three rates, K-FAC {KFAC_STEPS},
-        all on the full batch; learning rate, momentum and damping choose themselves."""
+        all on the full batch; learning rate, momentum and damping of K-FAC are adaptive."""
     )
     print(flush=True)
     adams = [with_adam(x, rate) for rate in RATES]
@@ -172,8 +172,8 @@ def run(pictures: Path = PICTURES) -> None:
     table(kfac, best)
     steps = kfac.steps_to(target)
     _show.text(
-        f"""K-FAC needs {steps} steps for the loss that Adam with its best rate ({best.rate:g}) has
-        after {ADAM_STEPS}, which is {target:.4f}."""
+        f"""K-FAC needs {steps} steps to reach the loss {target:.4f}, for which Adam with its best
+        learning rate ({best.rate:g}) needs {ADAM_STEPS}."""
         if steps is not None
         else f"K-FAC did not reach Adam's loss, {target:.4f}, in {KFAC_STEPS} steps."
     )
@@ -182,7 +182,7 @@ def run(pictures: Path = PICTURES) -> None:
 
 
 def curvature(params: Params, x: jax.Array, pictures: Path) -> None:
-    """The exact Hessian of a part within a budget, and the spectrum of the whole."""
+    """Compute the Hessian of two layers within a memory budget, and the spectrum of the GGN."""
     inner = params[2:4]
     of_inner = lambda inner: loss([*params[:2], *inner, *params[4:]], x)
     with curvax.recorded_plans() as plans:
@@ -191,20 +191,20 @@ def curvature(params: Params, x: jax.Array, pictures: Path) -> None:
     naive = _show.compiled(jax.hessian(of_inner), inner)[1]
     values = np.linalg.eigvalsh(np.asarray(matrix, np.float64))
     _show.text(
-        f"""How curved is the loss where K-FAC ended? The exact Hessian of the two layers around the
-        bottleneck is a matrix of {matrix.shape[0]} by {matrix.shape[0]}, computed within a budget
-        of {BUDGET}."""
+        f"""How curved is the loss where K-FAC stopped? The exact Hessian of the two layers
+        around the bottleneck is a {matrix.shape[0]} by {matrix.shape[0]} matrix, computed
+        within a budget of {BUDGET}."""
     )
     _show.memory([("Hessian", naive, used)], "jax.hessian", f"curvax, {BUDGET}")
     _show.text(
-        f"""Its eigenvalues are between {values[0]:.2g} and {values[-1]:.2g}; {np.sum(values < 0)}
+        f"""Its eigenvalues lie between {values[0]:.2g} and {values[-1]:.2g}; {np.sum(values < 0)}
         of {len(values)} are negative."""
     )
     exact = curvax.ImplicitExactCurvature(loss)
     operator = curvax.as_linear_operator(exact, (params, x), matrix="ggn")
     density = curvax.spectral_density(operator, jax.random.key(0))
     density.plot().figure.savefig(pictures / "spectrum.png", dpi=130)
-    _show.text(f"Pictures are in {pictures}: training.png, and spectrum.png of the whole GGN.")
+    _show.text(f"Pictures are in {pictures}: training.png, and spectrum.png of the full GGN.")
 
 
 def _indented(words: str) -> str:

@@ -1,12 +1,12 @@
-"""A network fitted to data with a gap, and how far it can be trusted there.
+"""A network fitted to data with a gap, and error bars on its predictions.
 
 A network is fitted by Levenberg-Marquardt steps, which need the Gauss-Newton matrix of its
-residuals. Near the best fit, the inverse of that matrix says how far the parameters could be off
-(Laplace's approximation), and the Jacobian of the predictions turns that into error bars. They
-ought to be wide where there is no data.
+residuals. Near the best fit, the inverse of that matrix approximates the covariance of the
+parameters (Laplace's approximation), and the Jacobian of the predictions turns it into error bars.
+They should be wide where there is no data.
 
-All matrices are computed to a budget of bytes: curvax asks the compiler what a block needs, and
-takes the largest that fits. What the network computes on the way exists for one block only.
+All matrices are computed within a memory budget: curvax asks the compiler how much a block of
+columns needs, and chooses the largest block that fits.
 """
 
 import tempfile
@@ -23,11 +23,11 @@ from examples import _show
 WIDTH = 24
 NOISE = 0.1
 BUDGET = "40MB"
-PRIOR = 1.0  # the precision of all parameters before any data is seen
+PRIOR = 1.0  # precision of the prior on each parameter
 
 
 def observations() -> tuple[np.ndarray, np.ndarray]:
-    """Noisy values of a wave, with nothing between -1 and 1.5."""
+    """Return noisy samples of a wave, with none between -1 and 1.5."""
     random = np.random.default_rng(0)
     x = np.concatenate([random.uniform(-4, -1, 1000), random.uniform(1.5, 4, 1000)])
     y = np.sin(1.5 * x) + NOISE * random.normal(size=x.size)
@@ -44,7 +44,7 @@ def first_guess() -> dict[str, jax.Array]:
 
 
 def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """The network's values at points, an array with one axis."""
+    """Return the network's predictions at points, an array with one axis."""
     with_one = lambda h: jnp.concatenate([h, jnp.ones((*h.shape[:-1], 1))], axis=-1)
     hidden = jnp.tanh(with_one(x[:, None]) @ params["in"])
     return with_one(jnp.tanh(with_one(hidden) @ params["hidden"])) @ params["out"]
@@ -57,9 +57,9 @@ def run() -> None:
     flat, unflatten = ravel_pytree(params)
     loss = lambda params: 0.5 * jnp.sum(residuals(params) ** 2)
     _show.text(
-        f"""A network with {flat.size} parameters is fitted to {x.size} noisy values of a wave that
-        was not looked at between -1 and 1.5. Every matrix below may take {BUDGET} to compute, the
-        matrix included."""
+        f"""A network with {flat.size} parameters is fitted to {x.size} noisy samples of a wave,
+        none of them between -1 and 1.5. The computation of each matrix below may take {BUDGET},
+        the matrix included."""
     )
 
     whole = jax.jit(jax.hessian(lambda flat: loss(unflatten(flat))))
@@ -68,7 +68,7 @@ def run() -> None:
     naive_size = curvax.memory_usage(whole, flat).temp_bytes / 1e6
     our_size = plans[0].usage.temp_bytes / 1e6
     _show.memory([("the Hessian", naive_size, our_size)], "jax.hessian", "curvax.hessian")
-    print(f"\n  They agree {_show.agreement(ours, whole(flat))}. How the block size was chosen:\n")
+    print(f"\n  They agree {_show.agreement(ours, whole(flat))}. The choice of the block size:\n")
     print("\n".join(f"    {line}" for line in str(plans[0]).splitlines()))
 
     gradient = jax.jit(jax.grad(loss))
@@ -84,7 +84,7 @@ def run() -> None:
         params, damping = (moved, damping / 3) if better else (params, damping * 4)
         if number % 6 == 5:
             print(f"  {number + 1:24}{float(value(params)) / x.size:12.4f}{damping:11.1e}")
-    print("  (a misfit of 0.5 is what the noise alone would leave)")
+    print("  (the noise alone accounts for a misfit of 0.5)")
 
     matrix, _ = curvax.gauss_newton(residuals, params, memory_budget=BUDGET)
     points = np.linspace(-4, 4, 33, dtype=np.float32)

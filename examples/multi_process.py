@@ -1,17 +1,17 @@
-"""One program on several processes: a Hessian to one store on disk, and steps of K-FAC.
+"""A multi-process program: a Hessian in one store on disk, and steps of K-FAC.
 
-`python -m examples.multi_process` starts two processes on this machine, which find each other by
-`jax.distributed`, and compares what they compute with what a single process does. On a cluster the
-same file is the program of each process, with a folder that all of them see:
+`python -m examples.multi_process` starts two processes on this machine, which connect by
+`jax.distributed`, and compares their results with those of a single process. On a cluster, run the
+same file in each process, with a folder that all of them can access:
 
     python -m examples.multi_process --coordinator 10.0.0.1:9876 --processes 2 --process 0 --out …
 
-or, where JAX learns from the batch system who the others are (Slurm, a TPU pod):
+or, where JAX detects the cluster (Slurm, a TPU pod):
 
     srun python -m examples.multi_process --cluster --out …
 
-Only `connect` knows that there are several processes. What follows is the program of one process,
-but for `own_part`: each process loads those examples that are its own.
+Only `connect` and `own_part` differ from a single-process program: each process loads its local
+shard of the batch.
 """
 
 import argparse
@@ -37,13 +37,13 @@ PROCESSES = 2
 EXAMPLES = 64
 STEPS = 10
 SECONDS = 300
-"""For how long to wait for the processes."""
+"""Seconds to wait for the processes."""
 HEARTBEAT = 20
-"""After how many seconds without a sign of life of one process the others end, too."""
+"""Seconds without a heartbeat of one process after which the others end, too."""
 
 
 def connect(arguments: argparse.Namespace) -> None:
-    """Find the other processes. This comes before anything else that JAX does."""
+    """Connect to the other processes. This must precede any other use of JAX."""
     others: dict[str, Any] = {}
     if not arguments.cluster:
         others = {
@@ -55,7 +55,7 @@ def connect(arguments: argparse.Namespace) -> None:
 
 
 def own_part(batch: Any) -> Any:
-    """The examples that this process would load, of a batch of all."""
+    """Return the local shard of a global batch: the examples that this process would load."""
     count, number = jax.process_count(), jax.process_index()
     rows = slice(number * EXAMPLES // count, (number + 1) * EXAMPLES // count)
     return jax.tree.map(lambda x: x[rows], batch)
@@ -76,7 +76,7 @@ def all_examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """The squared error of a small network, the mean over examples."""
+    """Return the squared error of a small network, averaged over examples."""
     inputs, targets = batch
     hidden = jnp.tanh(inputs @ params[0]["weight"] + params[0]["bias"])
     outputs = hidden @ params[1]["weight"] + params[1]["bias"]
@@ -85,10 +85,10 @@ def loss(params: Any, batch: Any) -> jax.Array:
 
 
 def compute(folder: Path) -> None:
-    """The program: the same in each process, whatever their number."""
+    """Run the program, which is the same in each process, for any number of them."""
     mesh = jax.make_mesh((jax.device_count(),), ("devices",))
     batch = all_examples()
-    # Rows are split among all devices, and each process writes its own to the store.
+    # Rows are sharded over all devices, and each process writes its local shard to the store.
     hessian_of = lambda params: loss(params, batch)
     curvax.hessian(hessian_of, first_guess(), mesh=mesh, batch_size=8, out=folder / "hessian")
 
@@ -103,7 +103,7 @@ def compute(folder: Path) -> None:
         key = jax.random.fold_in(key, step)
         params, state, stats = optimizer.step(params, state, key, batch=own, **values)
         losses.append(float(stats["loss"]))
-    # All have the same parameters now; one of them saves them.
+    # Parameters are replicated, so one process saves them.
     if jax.process_index() == 0:
         np.savez(folder / "trained.npz", *jax.tree.leaves(params), losses=losses)
     _show.text(
@@ -113,13 +113,13 @@ def compute(folder: Path) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Be one of several processes, or start them and compare."""
+    """Run as one of several processes, or start them and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--coordinator", help="address and port of process 0, that all can reach")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--process", type=int, help="which this one is, from 0")
-    parser.add_argument("--cluster", action="store_true", help="JAX finds out the three above")
-    parser.add_argument("--out", type=Path, help="a folder that all processes see")
+    parser.add_argument("--coordinator", help="address and port of process 0, reachable by all")
+    parser.add_argument("--processes", type=int, help="number of processes")
+    parser.add_argument("--process", type=int, help="index of this process, from 0")
+    parser.add_argument("--cluster", action="store_true", help="let JAX detect the three above")
+    parser.add_argument("--out", type=Path, help="a folder that all processes can access")
     arguments = parser.parse_args(given)
     if arguments.coordinator or arguments.cluster:
         if arguments.out is None:
@@ -131,7 +131,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def start_and_compare() -> None:
-    """What several processes compute is what one does."""
+    """Check that several processes compute the same as one."""
     with tempfile.TemporaryDirectory() as name:
         several, one = Path(name) / "several", Path(name) / "one"
         several.mkdir()
@@ -147,13 +147,13 @@ def start_and_compare() -> None:
 
 @contextlib.contextmanager
 def started(count: int, folder: Path) -> Generator[list[subprocess.Popen[bytes]], None, None]:
-    """Processes of this program on this machine, none of which is left behind."""
+    """Start processes of this program on this machine, and kill them on exit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     program = [sys.executable, "-m", "examples.multi_process", "--out", str(folder)]
     program += ["--coordinator", address, "--processes", str(count)]
-    # Those that share a machine share its cores; on GPUs each would be told which are its own.
+    # On CPU, processes on one machine share its cores; on GPU, assign devices to each of them.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     processes = []
     try:
@@ -168,7 +168,7 @@ def started(count: int, folder: Path) -> Generator[list[subprocess.Popen[bytes]]
 
 
 def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended well; not for the others if one has not."""
+    """Wait until all processes have succeeded; raise as soon as one has failed."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]
@@ -181,7 +181,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def stored(folder: Path) -> np.ndarray:
-    """The Hessian on disk."""
+    """Read the Hessian from disk."""
     import zarr
 
     return np.asarray(zarr.open_array(folder / "hessian", mode="r"))

@@ -1,10 +1,10 @@
-"""Particles told apart by their time of flight, without giving any single one away.
+"""Particles identified by their time of flight, learned with differential privacy.
 
-A particle of momentum p and mass m flies at the speed β = p / √(p² + m²), so a clock at the end of
-a path of known length tells pions, kaons and protons apart, as well as its resolution allows. A
-network learns to do that from examples. It learns under differential privacy: the gradient of each
-example is clipped to length one before they are summed, and noise is added to the sum. So there
-must be a gradient for each example. `jax.vmap` makes all of them at once; `micro_grad` some.
+A particle of momentum p and mass m flies at the speed β = p / √(p² + m²). So a clock at the end of
+a path of known length distinguishes pions, kaons and protons, as well as its resolution allows. A
+network learns this from examples under differential privacy: per-example gradients are clipped to
+norm one and summed, and noise is added to the sum. `jax.vmap` computes all per-example gradients at
+once; `micro_grad` computes them in microbatches.
 """
 
 import itertools
@@ -19,22 +19,22 @@ from curvax import micro_grad
 from examples import _show
 
 MASSES = np.array([0.140, 0.494, 0.938], np.float32)  # GeV: pion, kaon, proton
-FLIGHT = 12.0  # nanoseconds that light takes for the path
+FLIGHT = 12.0  # time of flight of light, in nanoseconds
 RESOLUTION = 0.15  # nanoseconds
-EXAMPLES = 10_007  # a prime: no microbatch divides it
+EXAMPLES = 10_007  # a prime: no microbatch size divides it
 MICROBATCH = 256
 HIDDEN = 48
 STEPS = 60
-NOISE = 12.0  # standard deviation, in units of the largest length of a gradient
+NOISE = 12.0  # standard deviation, in units of the largest norm of a clipped gradient
 
 
 def arrival(momentum: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """The time of flight in nanoseconds."""
+    """Return the time of flight in nanoseconds."""
     return FLIGHT * np.sqrt(1 + (mass / momentum) ** 2)
 
 
 def observe(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Momenta and measured times of random particles, and which they are."""
+    """Return momenta and measured times of random particles, and their kinds."""
     random = np.random.default_rng(seed)
     momentum = random.uniform(0.6, 4.0, count)
     kind = random.integers(0, len(MASSES), count)
@@ -43,7 +43,7 @@ def observe(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_guess(x: np.ndarray) -> np.ndarray:
-    """The most likely particles, by one who knows the formula: on average no one does better."""
+    """Return the most likely kinds, by the exact formula: on average nothing does better."""
     expected = arrival(x[:, :1], MASSES[None])
     return np.argmin(np.abs(x[:, 1:] - expected), axis=1)
 
@@ -75,14 +75,14 @@ def clip(gradient):
 
 
 def all_at_once(network, x, kind):
-    """The sum of clipped gradients, and the loss of each example, by `jax.vmap`."""
+    """Compute the sum of clipped gradients, and per-example losses, by `jax.vmap`."""
     each = jax.vmap(jax.value_and_grad(loss), (None, 0, 0))
     values, gradients = each(network, x, kind)
     return jax.tree.map(lambda g: g.sum(0), jax.vmap(clip)(gradients)), values
 
 
 def in_microbatches(network, x, kind):
-    """The same by `micro_grad`."""
+    """Equal to `all_at_once`, by `micro_grad`."""
     gradient, examples = micro_grad(
         loss,
         batch_argnums=(1, 2),
@@ -95,7 +95,7 @@ def in_microbatches(network, x, kind):
 
 @jax.jit
 def adam(state, gradient, seed):
-    """A step of Adam with a noisy mean of the summed gradients."""
+    """Perform a step of Adam with the noisy mean of clipped gradients."""
     key = jax.random.key(seed)
     network, mean, square, t = state
     flat, unflatten = ravel_pytree(network)
@@ -108,7 +108,7 @@ def adam(state, gradient, seed):
 
 
 def train(network, gradient_and_losses):
-    """The trained network, and the losses on the way."""
+    """Return the trained network, and the loss at each step."""
     zeros = np.zeros(sum(leaf.size for leaf in jax.tree.leaves(network)), np.float32)
     state, losses = (network, zeros, zeros, 0), []
     for seed in range(STEPS):
@@ -123,11 +123,11 @@ def run() -> None:
     network = initial_network(1)
     size = sum(leaf.size for leaf in jax.tree.leaves(network))
     _show.text(
-        f"""Pions, kaons and protons of known momentum are told apart by a clock. A network with
-        {size} weights learns that from {EXAMPLES} examples, privately: the gradient of each
-        example is clipped to length one, and noise covers what is left of it in the sum.
-        jax.vmap makes {EXAMPLES} gradients at once, micro_grad {MICROBATCH} at a time; no such
-        number divides {EXAMPLES}, which is a prime."""
+        f"""A clock distinguishes pions, kaons and protons of known momentum. A network with
+        {size} weights learns this from {EXAMPLES} examples, with differential privacy: the
+        gradient of each example is clipped to norm one, and noise is added to their sum.
+        jax.vmap computes {EXAMPLES} gradients at once, micro_grad {MICROBATCH} at a time, which
+        does not divide {EXAMPLES}, a prime."""
     )
     call = (network, x, kind)
     naive, naive_size = _show.compiled(all_at_once, *call)
@@ -143,10 +143,8 @@ def run() -> None:
     epsilon = rho + 2 * np.sqrt(rho * np.log(1e5))
     fresh, truth = observe(2, 20_000)
     guess = np.argmax(jax.jit(jax.vmap(scores, (None, 0)))(network, fresh), axis=1)
-    print(f"\n  On 20000 new particles it is right in {100 * np.mean(guess == truth):.1f} %.")
+    print(f"\n  On 20000 new particles its accuracy is {100 * np.mean(guess == truth):.1f} %.")
     best = 100 * np.mean(best_guess(fresh) == truth)
-    print(f"  One who knows the formula is right in {best:.1f} %; on average no one does better.")
-    print(
-        f"  With noise that nobody can repeat, {STEPS} steps like these keep each example private"
-    )
-    print(f"  to epsilon = {epsilon:.1f} at delta = 1e-5.")
+    print(f"  That of the exact formula is {best:.1f} %; on average nothing does better.")
+    print(f"  With noise from a secret seed, {STEPS} such steps are differentially private")
+    print(f"  with epsilon = {epsilon:.1f} at delta = 1e-5.")

@@ -1,12 +1,13 @@
-"""A star seen through an imperfect telescope, and the imperfection read off its image.
+"""A star seen through an imperfect telescope, and the imperfection recovered from its image.
 
 Light of wavelength λ reaches the pixel in direction θ from all points r of the mirror, with phases
-2π/λ · (θ·r + W(r)), where W is how much longer the mirror's errors make the path. The intensity is
-the square of the sum, and an image adds up many wavelengths. There are two images, one of them out
-of focus by a known amount, because one alone cannot tell W from its mirror image.
+2π/λ · (θ·r + W(r)), where the wavefront error W is the path length that the mirror's errors add.
+The intensity is the squared modulus of the sum, and an image sums over many wavelengths. There are
+two images, one of them out of focus by a known amount, because one alone cannot distinguish W from
+its mirror image.
 
-So each pixel needs a table of wavelengths by mirror points. `jax.vmap` makes these tables for all
-pixels at once; `chunked_vmap` makes some at a time.
+So each pixel needs an array of wavelengths by mirror points. `jax.vmap` computes these arrays for
+all pixels at once; `chunked_vmap` does so for a chunk of pixels at a time.
 """
 
 from functools import partial
@@ -21,14 +22,14 @@ from examples import _show
 
 WAVELENGTHS = np.linspace(0.5, 0.7, 8, dtype=np.float32)  # micrometres
 PIXELS = 35  # on a side
-PIXEL = 0.55  # of the mean wavelength over the diameter
+PIXEL = 0.55  # in units of the mean wavelength over the diameter
 CHUNK = 40  # pixels at once
 ERRORS = ("defocus", "astigmatism", "oblique astigmatism", "coma", "oblique coma", "spherical")
-FOCUS = np.array([0.0, 0.15], np.float32)  # micrometres of defocus, put in on purpose
+FOCUS = np.array([0.0, 0.15], np.float32)  # micrometres of deliberate defocus
 
 
 def mirror() -> tuple[np.ndarray, np.ndarray]:
-    """Points of a round mirror of diameter one, and what each error adds to the path there."""
+    """Return points of a round mirror of diameter one, and each error's shape at these points."""
     side = (np.arange(28) + 0.5) / 14 - 1
     x, y = (a.ravel() for a in np.meshgrid(side, side))
     inside = x**2 + y**2 <= 1
@@ -46,7 +47,7 @@ def mirror() -> tuple[np.ndarray, np.ndarray]:
 
 
 def pixels() -> np.ndarray:
-    """The directions of all pixels, in units of a micrometre over the mirror's diameter."""
+    """Return the directions of all pixels, in units of a micrometre over the diameter."""
     side = (np.arange(PIXELS) - PIXELS // 2) * PIXEL * WAVELENGTHS.mean()
     return np.stack(np.meshgrid(side, side), axis=-1).reshape(-1, 2).astype(np.float32)
 
@@ -54,7 +55,7 @@ def pixels() -> np.ndarray:
 def intensities(
     direction: Float[Array, " 2"], errors: Float[Array, " errors"], wavelengths: Float[Array, " w"]
 ) -> Float[Array, " images"]:
-    """The light in one direction, where a perfect mirror in focus has 1 in the centre."""
+    """Return the intensities in one direction, relative to the centre of a perfect image."""
     points, shapes = mirror()
     number = 2 * jnp.pi / wavelengths[:, None]
     phase = number * (points @ direction + shapes @ errors)
@@ -66,7 +67,7 @@ def intensities(
 
 
 def images_by(vmap):
-    """The images as a function of the mirror's errors, their pixels mapped over by `vmap`."""
+    """Return the images as a function of the mirror's errors, with `vmap` over pixels."""
     mapped = vmap(intensities, in_axes=(0, None, None))
     return lambda errors: mapped(jnp.asarray(pixels()), errors, jnp.asarray(WAVELENGTHS))
 
@@ -76,7 +77,7 @@ def in_chunks(fun, in_axes):
 
 
 def first_dark_ring(wavelength: float) -> float:
-    """Where a perfect telescope's image of a star is darkest first, in wavelengths/diameter."""
+    """Return the radius of a perfect image's first dark ring, in wavelengths/diameter."""
     angles = np.linspace(0.9, 1.5, 601, dtype=np.float32)
     directions = np.stack([angles * wavelength, np.zeros_like(angles)], axis=1)
     look = jax.jit(in_chunks(intensities, (0, None, None)))
@@ -88,10 +89,10 @@ def run() -> None:
     truth = np.array([0.03, -0.05, 0.02, 0.04, -0.02, 0.025], np.float32)
     num_pixels = PIXELS**2
     _show.text(
-        f"""A telescope sees a star in {len(WAVELENGTHS)} colours on {PIXELS} x {PIXELS} pixels,
+        f"""A telescope sees a star at {len(WAVELENGTHS)} wavelengths on {PIXELS} x {PIXELS} pixels,
         once in focus and once out of focus. Its mirror is not perfect. We compute the images
-        from the errors of the mirror, and then the errors from the images. Each pixel needs a
-        table of colours by mirror points: jax.vmap makes {num_pixels} of them at once,
+        from the errors of the mirror, and then the errors from the images. Each pixel needs an
+        array of wavelengths by mirror points: jax.vmap computes {num_pixels} of them at once,
         chunked_vmap {CHUNK} at a time, and {CHUNK} does not divide {num_pixels}."""
     )
 
@@ -112,7 +113,7 @@ def run() -> None:
     print(f"\n  Images and Jacobian agree {same}.")
     ring = first_dark_ring(0.6)
     print(f"  A perfect mirror's first dark ring is at {ring:.3f} wavelengths over the diameter;")
-    print("  Airy's formula says 1.220, for a mirror that is not made of small squares.")
+    print("  Airy's formula gives 1.220, for a mirror that is not discretised.")
 
     photons = 2e5
     exact = np.asarray(ours(truth))

@@ -1,9 +1,9 @@
-"""Five models that people train, with K-FAC and with Adam for as many steps.
+"""Five common models, trained with K-FAC and with Adam for the same number of steps.
 
 A convolutional network on digits, a network on the diabetes data, a transformer and an LSTM on
-characters, and a network that solves Poisson's equation: scikit-learn's data, and a text and points
-that are made here. Run as `python -m examples.training [steps]`. K-FAC does with one set of numbers
-for each; Adam has the best of three learning rates.
+characters, and a network that solves Poisson's equation. The data are those of scikit-learn, or
+generated here. Run as `python -m examples.training [steps]`. K-FAC has one set of options for each
+model; Adam gets the best of three learning rates.
 """
 
 import itertools
@@ -45,7 +45,7 @@ WORDS = {
 
 
 class Problem(NamedTuple):
-    """What to train: a loss of parameters and a batch, where to begin, and options for K-FAC."""
+    """A training problem: the loss, initial parameters, batches, and options for K-FAC."""
 
     loss: Callable[[Any, Any], jax.Array]
     params: Any
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Normal numbers, such that products with them keep their size."""
+    """Return normal random weights, scaled by the square root of their fan-in."""
     random = np.random.default_rng(0)
     fan = lambda shape: np.prod(shape[:-1]) ** 0.5 if len(shape) != 3 else shape[1] ** 0.5
     return [jnp.asarray(random.normal(size=s) / fan(s), jnp.float32) for s in shapes]
@@ -76,7 +76,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array, weight: float = 1.0) ->
 
 
 def convolutional() -> Problem:
-    """Two convolutions and a dense layer, on digits, in batches."""
+    """Return two convolutions and a dense layer, on digits, in batches."""
     data = load_digits()
     images, labels = np.float32(data.images[..., None] / 16), np.int32(data.target)
     first, second, dense = _drawn((3, 3, 1, 16), (3, 3, 16, 16), (64, 10))
@@ -94,7 +94,7 @@ def convolutional() -> Problem:
 
 
 def diabetes() -> Problem:
-    """A network with a regulariser, on the diabetes data, all at once."""
+    """Return a network with a regulariser, on the diabetes data, full batch."""
     data, weight = load_diabetes(), 1e-3
     scaled = lambda a: np.float32((a - a.mean(0)) / a.std(0))
     batch = jnp.asarray(scaled(data.data)), jnp.asarray(scaled(data.target[:, None]))
@@ -112,7 +112,7 @@ def diabetes() -> Problem:
 
 
 def text(length: int = 20_000) -> tuple[np.ndarray, int]:
-    """Sentences as numbers of characters, and how many characters there are."""
+    """Return sentences as indices of characters, and the size of the alphabet."""
     random, words = np.random.default_rng(0), ""
     while len(words) < length:
         sentence = "{clause}"
@@ -126,7 +126,7 @@ def text(length: int = 20_000) -> tuple[np.ndarray, int]:
 
 
 def _characters(model: Callable[[Any, Any], Any], params: Any, size: int, span: int) -> Problem:
-    """The next character, from those before."""
+    """Return the problem of predicting the next character from the previous ones."""
     tokens, _ = text()
     windows = np.lib.stride_tricks.sliding_window_view(tokens, span + 1)
 
@@ -140,7 +140,7 @@ def _characters(model: Callable[[Any, Any], Any], params: Any, size: int, span: 
 
 
 def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
-    """Attention and dense layers, by a scan over their stacked weights."""
+    """Return attention and dense layers, by a scan over stacked weights."""
     _, count = text()
     shapes = [(depth, width, width)] * 4 + [(depth, width, 2 * width), (depth, 2 * width, width)]
     *layers, head, table, place = _drawn(*shapes, (width, count), (count, width), (span, width))
@@ -165,7 +165,7 @@ def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
 
 
 def lstm(width: int = 32, span: int = 24) -> Problem:
-    """A recurrent network, by a scan over time."""
+    """Return a recurrent network, by a scan over time."""
     _, count = text()
     x, h, head, table = _drawn(
         (width, 4 * width), (width, 4 * width), (width, count), (count, width)
@@ -188,7 +188,7 @@ def lstm(width: int = 32, span: int = 24) -> Problem:
 
 
 def poisson(width: int = 24) -> Problem:
-    """`u_xx + u_yy = -2π² sin(πx) sin(πy)` in a square, and zero at its edges: two losses."""
+    """Return two losses: `u_xx + u_yy = -2π² sin(πx) sin(πy)` in a square, and its boundary."""
     random = np.random.default_rng(1)
     inside = jnp.asarray(random.uniform(size=(400, 2)), jnp.float32)
     along, ends = random.uniform(size=400), random.integers(0, 2, 400)
@@ -225,7 +225,7 @@ PROBLEMS = {
 
 
 def with_kfac(problem: Problem, num_steps: int) -> list[float]:
-    """The losses of K-FAC."""
+    """Return the losses of K-FAC, one for each step."""
     options = {"l2_reg": 0.0, "num_burnin_steps": 0, **problem.options}
     optimizer = curvax.Optimizer(jax.value_and_grad(problem.loss), **options)
     params, batches = jax.tree.map(jnp.array, problem.params), problem.batches()
@@ -237,7 +237,7 @@ def with_kfac(problem: Problem, num_steps: int) -> list[float]:
 
 
 def with_adam(problem: Problem, num_steps: int, rate: float) -> list[float]:
-    """The losses of Adam."""
+    """Return the losses of Adam, one for each step."""
     transformation = optax.adam(rate)
     params, losses = problem.params, []
     state = transformation.init(params)

@@ -1,12 +1,13 @@
-"""A wave on a shallow sea, and the place where it began, found from three tide gauges.
+"""A wave on a shallow sea, and its origin, found from three tide gauges.
 
 The depth h and the velocity (u, v) of the water obey the shallow-water equations
 
     ∂h/∂t + ∇·(h u) = 0,    ∂u/∂t + (u·∇)u + g ∇h = 0,
 
-here on a square that is periodic both ways. `sliced_scan` keeps a frame now and then of a long
-simulation. The gradient with respect to how it began runs back through all of its steps;
-`checkpoint_chunked_scan` remembers the sea once for each chunk of them, and `jax.lax.scan` always.
+here on a square with periodic boundaries. `sliced_scan` keeps every nth frame of a long simulation.
+The gradient with respect to the initial state runs back through all steps; for it `jax.lax.scan`
+saves residuals of every step, and `checkpoint_chunked_scan` saves the state once per chunk and
+rematerialises the rest.
 """
 
 from functools import partial
@@ -38,7 +39,7 @@ Sea = tuple[Float[Array, "x y"], Float[Array, "x y"], Float[Array, "x y"]]
 
 
 def quake(where_and_height: Float[Array, " 3"]) -> Sea:
-    """A sea at rest, with a round hump of water at a place."""
+    """Return a sea at rest, with a round hump of water of given position and height."""
     x, y, height = where_and_height
     apart = lambda a: (a - CENTRES + CELLS / 2) % CELLS - CELLS / 2
     distance = apart(x)[:, None] ** 2 + apart(y)[None, :] ** 2
@@ -47,9 +48,9 @@ def quake(where_and_height: Float[Array, " 3"]) -> Sea:
 
 
 def flow(sea: Sea) -> Sea:
-    """One step in time. Velocities live on the sides of cells, depths in their centres.
+    """Advance one step in time. Velocities live on the faces of cells, depths in their centres.
 
-    The two velocities live on different sides; in the small terms (u·∇)u that is left aside.
+    The two velocities live on different faces, which the small terms (u·∇)u neglect.
     """
     h, u, v = sea
     after, before = partial(jnp.roll, shift=-1), partial(jnp.roll, shift=1)
@@ -79,7 +80,7 @@ checkpointed = partial(checkpoint_chunked_scan, chunk_size=CHUNK)
 
 
 def misfit(scan, guess, measured):
-    """How far the gauges would be from what was measured, in centimetres, squared."""
+    """Return the mean squared difference of simulated and measured gauges, in cm²."""
     return jnp.mean((100 * (scan(gauges, quake(guess), None, STEPS)[1] - measured)) ** 2)
 
 
@@ -88,7 +89,7 @@ def slope_by(scan):
 
 
 def wave_speed(frames: np.ndarray, source: tuple[int, int]) -> float:
-    """How fast the crest runs along a line of cells from the source, in m/s."""
+    """Return the speed of the crest along a line of cells from the source, in m/s."""
 
     def crest(frame: np.ndarray) -> float:
         line = np.roll(frame[:, source[1]], -source[0])[: CELLS // 2]
@@ -105,10 +106,10 @@ def run() -> None:
     _show.text(
         f"""Somewhere in a sea {CELLS} km wide and {DEPTH:.0f} m deep the ground moves, and a hump
         of water runs out as a wave. We simulate {STEPS} steps, {STEPS * STEP / 60:.0f} minutes,
-        and keep every {EVERY}th frame. Then we look for the place, from what three tide gauges
-        measured in every step. The gradient for that runs back through all steps. lax.scan
-        remembers each of them, checkpoint_chunked_scan each {CHUNK}nd; {CHUNK} does not
-        divide {STEPS}."""
+        and keep every {EVERY}th frame. Then we look for the source, from the measurements of three
+        tide gauges in every step. The gradient for that runs back through all steps. lax.scan
+        saves residuals of each of them, checkpoint_chunked_scan the state of every {CHUNK}nd;
+        {CHUNK} does not divide {STEPS}."""
     )
     all_frames, all_size = _show.compiled(
         lambda start: lax.scan(film, quake(start), None, STEPS)[1][::EVERY], truth
@@ -139,7 +140,7 @@ def run() -> None:
     minutes = [f"after {i * EVERY * STEP / 60:.0f} minutes" for i in (0, 1, 3)]
     _show.pictures([frames[0], frames[1], frames[3]], minutes)
     lost = np.abs(frames.sum(axis=(1, 2)) / frames[0].sum() - 1).max()
-    print(f"\n  The wave runs at {wave_speed(frames, (41, 24)):.1f} m/s; theory says", end=" ")
+    print(f"\n  The wave runs at {wave_speed(frames, (41, 24)):.1f} m/s; theory predicts", end=" ")
     print(f"sqrt(g h) = {SPEED:.1f} m/s. Of its water, {100 * lost:.1f} % is lost.")
 
     side = np.arange(4.0, CELLS, 8.0, dtype=np.float32)
@@ -148,9 +149,9 @@ def run() -> None:
     start = guesses[np.argmin(jax.jit(search)(guesses, measured))]
     fit = lambda guess: ours(guess.astype(np.float32), measured)
     found = minimize(fit, start, jac=True, method="BFGS", tol=1e-2)
-    print(f"\n  The best of {len(guesses)} places on a coarse grid is the start of the search.")
+    print(f"\n  The search starts at the best of {len(guesses)} points of a coarse grid.")
     print("\n                          x [km]   y [km]   height of the hump [m]")
     for name, (x, y, height) in (("start", start), ("found", found.x), ("true", truth)):
         print(f"  {name:20}{float(x):10.2f}{float(y):9.2f}{float(height):14.2f}")
     print("\n  The gauges were read to within a centimetre;", end=" ")
-    print(f"what is left of the misfit is {float(found.fun) ** 0.5:.2f} cm.")
+    print(f"the remaining misfit is {float(found.fun) ** 0.5:.2f} cm.")

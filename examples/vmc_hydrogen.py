@@ -1,22 +1,23 @@
 """The ground state of the hydrogen atom, by variational Monte Carlo with K-FAC.
 
-A network is the logarithm of a wave function ψ of the electron's position. Its energy is the mean
-of the local energy `E(x) = (Hψ)(x) / ψ(x)` over positions that are drawn from ψ² (by Metropolis'
-algorithm). No wave function has a lower energy than the ground state, so the network is trained to
-lower it. As H is self-adjoint and ψ real, the derivative of the mean energy Ē by parameters is
+A network computes the logarithm of a wave function ψ of the electron's position. Its energy is the
+mean of the local energy `E(x) = (Hψ)(x) / ψ(x)` over positions that are sampled from ψ² (by the
+Metropolis algorithm). No wave function has a lower energy than the ground state, so the network is
+trained to minimise it. As H is self-adjoint and ψ real, the derivative of the mean energy Ē with
+respect to the parameters is
 
     dĒ = 2 mean((E(x) - Ē) d log ψ(x)),
 
-which has no derivative of E. So the energy has a derivative rule of its own.
+which does not contain the derivative of E. So the energy is a `jax.custom_jvp`.
 
-That rule is also where K-FAC learns of the curvature. A step is as long as it changes the state:
-`mean((d log ψ)²)`, but for what changes only the norm of ψ. That is what the Fisher matrix of a
-normal distribution with mean log ψ measures; registered with the variance of one half that is the
-default, it is twice that. The twos cancel: but for damping and constraint, a step is one of length
-learning_rate in imaginary time, from ψ to `ψ - learning_rate * (H - Ē) ψ`, as far as the network
-can follow and K-FAC's blocks are exact.
+Its rule is also where the curvature is registered. The natural length of a step is the change of
+the state, `mean((d log ψ)²)` up to changes of the norm of ψ. This is the metric of the Fisher
+matrix of a normal distribution with mean log ψ, times two if that is registered with the default
+variance of one half. The factors of two cancel: apart from damping and norm constraint, a step is
+one of length learning_rate in imaginary time, from ψ to `ψ - learning_rate * (H - Ē) ψ`, as far as
+the network can represent it and K-FAC's blocks are exact.
 
-At the ground state E(x) is the same everywhere: what is left of its variance says how far it is.
+At the ground state E(x) is constant, so its variance measures the distance from it.
 """
 
 import functools
@@ -37,11 +38,11 @@ WALKERS = 1024
 HIDDEN = (16, 16)
 STEPS = 500
 DAMPING = 1e-4
-MOVES = 20  # of each walker, between two steps
-WARM_UP = 10  # times as many, before the first one
-STRIDE = 0.8  # the standard deviation of a move along an axis, in bohr
+MOVES = 20  # Metropolis moves of each walker between two steps
+WARM_UP = 10  # times as many before the first step
+STRIDE = 0.8  # standard deviation of a move along an axis, in bohr
 CHUNK = 256  # walkers whose local energies are computed at once
-ROUNDS = 200  # of so many moves, for the energy in the end
+ROUNDS = 200  # rounds of moves for the final energy
 
 Params = dict[str, Any]
 Walker = Float[Array, "electrons 3"]
@@ -49,7 +50,7 @@ Walkers = Float[Array, "walkers electrons 3"]
 
 
 def first_guess(rng: PRNGKeyArray, hidden: tuple[int, ...] = HIDDEN) -> Params:
-    """A network with random weights, around an orbital that is twice too wide."""
+    """Return a network with random weights, around an orbital that is twice too wide."""
     keys = jax.random.split(rng, len(hidden) + 1)
     sizes = (4, *hidden)
     return {
@@ -63,15 +64,15 @@ def first_guess(rng: PRNGKeyArray, hidden: tuple[int, ...] = HIDDEN) -> Params:
 
 
 def dense(x: Float[Array, "electrons i"], params) -> Float[Array, "electrons o"]:
-    """A layer that each electron goes through."""
+    """Apply a dense layer to each electron."""
     w, b = params
     return x @ w + b[None]
 
 
 def log_psi(params: Params, walker: Walker) -> Float[Array, ""]:
-    """The logarithm of the wave function. It has the cusp that a nucleus makes, but for its slope.
+    """Return the logarithm of the wave function. It has a cusp at the nucleus, of trainable slope.
 
-    There is one electron; the network would do for any number that need not be antisymmetric.
+    Here is one electron; without antisymmetry the network works for any number of them.
     """
     distance = jnp.linalg.norm(walker, axis=1)
     h = jnp.concatenate([walker, distance[:, None]], axis=1)
@@ -84,7 +85,7 @@ log_psis = jax.vmap(log_psi, in_axes=(None, 0))
 
 
 def local_energy(params: Params, walker: Walker) -> Float[Array, ""]:
-    """`Hψ / ψ = -(∇² log ψ + |∇ log ψ|²) / 2 - 1 / r`."""
+    """Return `Hψ / ψ = -(∇² log ψ + |∇ log ψ|²) / 2 - 1 / r`."""
     flat = walker.ravel()
     slope = jax.grad(lambda x: log_psi(params, x.reshape(walker.shape)))
     second = lambda axis: jax.jvp(slope, (flat,), (axis,))[1] @ axis
@@ -97,7 +98,7 @@ local_energies = curvax.chunked_vmap(local_energy, CHUNK, in_axes=(None, 0))
 
 
 class Aux(NamedTuple):
-    """What else there is to know of a batch of walkers."""
+    """Auxiliary results for a batch of walkers."""
 
     local_energies: Float[Array, " walkers"]
     variance: Float[Array, ""]
@@ -105,15 +106,15 @@ class Aux(NamedTuple):
 
 @jax.custom_jvp
 def energy(params: Params, rng: PRNGKeyArray, walkers: Walkers) -> tuple[Float[Array, ""], Aux]:
-    """The mean local energy of walkers that were drawn from ψ²."""
-    del rng  # For Hamiltonians that draw: pseudopotentials, say.
+    """Return the mean local energy of walkers that are sampled from ψ²."""
+    del rng  # For Hamiltonians that sample, such as pseudopotentials.
     each = local_energies(params, walkers)
     return jnp.mean(each), Aux(each, jnp.var(each))
 
 
 @energy.defjvp
 def _energy_jvp(primals, tangents):
-    """As if walkers would follow ψ²; see above."""
+    """Differentiate as if the walkers followed ψ²; see the module docstring."""
     params, _, walkers = primals
     value, aux = energy(*primals)
     at_params = lambda params: log_psis(params, walkers)
@@ -124,7 +125,7 @@ def _energy_jvp(primals, tangents):
 
 
 def centred(energies: Float[Array, " walkers"]) -> Float[Array, " walkers"]:
-    """Without their mean; the few that are far off, near the nucleus, do not count for more."""
+    """Subtract the mean, after clipping the few outliers near the nucleus."""
     middle = jnp.median(energies)
     reach = 5 * jnp.mean(jnp.abs(energies - middle))
     clipped = jnp.clip(energies, middle - reach, middle + reach)
@@ -132,7 +133,7 @@ def centred(energies: Float[Array, " walkers"]) -> Float[Array, " walkers"]:
 
 
 def value_and_grad(params: Params, rng: PRNGKeyArray, walkers: Walkers):
-    """What the optimizer is given: `((energy, aux), gradient)`."""
+    """Return `((energy, aux), gradient)`, as the optimizer expects it."""
     return jax.value_and_grad(energy, has_aux=True)(params, rng, walkers)
 
 
@@ -148,7 +149,7 @@ repeated_dense = curvax.GraphPattern(
 
 
 class RepeatedDense(curvax.DenseTwoKroneckerFactored):
-    """The curvature of a layer that each electron goes through."""
+    """The curvature of a layer that is applied to each electron."""
 
     def update_curvature_matrix_estimate(
         self, state, estimation_data, ema_old, ema_new, batch_size, pmap_axis_name
@@ -164,7 +165,7 @@ class RepeatedDense(curvax.DenseTwoKroneckerFactored):
 
 
 def optimizer_of(value_and_grad_func, **options: Any) -> curvax.Optimizer:
-    """K-FAC, as is usual for wave functions."""
+    """Return K-FAC with options that are usual for wave functions."""
     return curvax.Optimizer(
         value_and_grad_func,
         l2_reg=0,
@@ -184,10 +185,10 @@ def optimizer_of(value_and_grad_func, **options: Any) -> curvax.Optimizer:
 
 @jax.jit
 def walk(params: Params, rng: PRNGKeyArray, walkers: Walkers) -> tuple[Walkers, Float[Array, ""]]:
-    """Where walkers are after some moves, and the share of moves that were made.
+    """Return the walkers after some moves, and the fraction of moves that were accepted.
 
-    Metropolis' algorithm: a move to where ψ² is larger is made, and others with a probability that
-    is the ratio of both. Walkers that are drawn from ψ² stay so.
+    The Metropolis algorithm: a move is accepted with the probability `min(1, ratio)`, with the
+    ratio of ψ² after and before. It leaves the distribution ψ² invariant.
     """
 
     def move(carry, key):
@@ -205,7 +206,7 @@ def walk(params: Params, rng: PRNGKeyArray, walkers: Walkers) -> tuple[Walkers, 
 
 
 class Training(NamedTuple):
-    """A trained network, walkers that are drawn from it, the optimizer, and what happened."""
+    """A trained network, walkers sampled from it, the optimizer, and statistics of all steps."""
 
     params: Params
     walkers: Walkers
@@ -221,7 +222,7 @@ def train(
     value_and_grad_func=value_and_grad,
     **options: Any,
 ) -> Training:
-    """Moves of walkers and steps of the optimizer, in turn; the options are the optimizer's."""
+    """Alternate moves of walkers and steps of the optimizer, which gets the options."""
     for_walkers, for_state, for_warm_up, for_steps = jax.random.split(rng, 4)
     walkers = jax.random.normal(for_walkers, (num_walkers, 1, 3))
     for key in jax.random.split(for_warm_up, WARM_UP):
@@ -251,10 +252,10 @@ class Measurement(NamedTuple):
 def measure(
     params: Params, rng: PRNGKeyArray, walkers: Walkers, rounds: int = ROUNDS
 ) -> Measurement:
-    """The energy of a wave function, by walkers that are drawn from it, after each of many moves.
+    """Return the energy of a wave function, by walkers sampled from it over many rounds.
 
-    A walker is near to where it was a round before, but knows nothing of the others. So the
-    standard error is that of the mean of all walkers, each of which counts by its own mean.
+    Successive positions of a walker are correlated, but walkers are independent. So the standard
+    error is computed from the means of each walker over time.
     """
 
     def one_round(walkers, key):
@@ -275,17 +276,17 @@ def run() -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     _show.text(
         f"""A network with {size} parameters is the wave function of the electron in a hydrogen
-        atom. It begins anywhere, and is trained to have the lowest energy: by K-FAC, with the
-        local energies of {WALKERS} walkers, which make {MOVES} moves from step to step. The
-        curvature is registered in the rule for the derivative of the energy."""
+        atom. From random weights it is trained to have the lowest energy: by K-FAC, with the
+        local energies of {WALKERS} walkers, which make {MOVES} moves between steps. The
+        curvature is registered in the derivative rule of the energy."""
     )
     trained = train(for_training, params)
-    print("\n  What the optimizer found in that rule:\n")
+    print("\n  The layers that the optimizer found in that rule:\n")
     print(
         "\n".join(f"    {line}" for line in str(trained.optimizer.estimator.report()).splitlines())
     )
 
-    print("\n  step    energy of the walkers [hartree]    variance    learning rate    moves made")
+    print("\n  step    energy of the walkers [hartree]    variance    learning rate    acceptance")
     for number in (0, 2, 5, 10, 20, 50, 100, 200, 300, 400, STEPS - 1):
         stats = trained.stats[number]
         variance = float(stats["aux"].variance)
@@ -298,8 +299,8 @@ def run() -> None:
     energy, error = float(found.energy), float(found.error)
     print(f"\n  After training, {ROUNDS} rounds of moves give an energy of")
     print(f"\n    {energy:.5f} ± {error:.5f} hartree.    Exact: {EXACT} hartree.")
-    print(f"\n  The local energy has a variance of {float(found.variance):.1e}; it has none where")
-    print(f"  the wave function is exact. The training took {seconds:.0f} seconds, with compiling.")
+    print(f"\n  The local energy has a variance of {float(found.variance):.1e}; it is zero for the")
+    print(f"  exact wave function. Training took {seconds:.0f} seconds, including compilation.")
     if abs(energy - EXACT) > 0.003:
         raise AssertionError(f"the energy is {energy}, and not {EXACT}")
 
@@ -307,7 +308,7 @@ def run() -> None:
 def main() -> None:
     begin = time.perf_counter()
     run()
-    print(f"\n  All this took {time.perf_counter() - begin:.0f} seconds.")
+    print(f"\n  The example took {time.perf_counter() - begin:.0f} seconds.")
 
 
 if __name__ == "__main__":

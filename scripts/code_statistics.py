@@ -1,4 +1,4 @@
-"""Print the figures of `docs/design.md` about the size and the typing of the source.
+"""Print the figures of `docs/design.md` about the size and the annotations of the source.
 
     python scripts/code_statistics.py [src/curvax]
 

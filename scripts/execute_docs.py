@@ -1,4 +1,4 @@
-"""Execute the examples of the documentation, as a user would who pastes them one by one.
+"""Execute the examples of the documentation, as if pasted one by one.
 
     python -W error scripts/execute_docs.py markdown README.md
     python -W error scripts/execute_docs.py doctests curvax
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """Every fenced block of a markdown text, indented ones included."""
+    """Yield every fenced block of a markdown text, indented ones included."""
     lines = enumerate(text.splitlines(), start=1)
     for start, line in lines:
         opening = FENCE.match(line)
@@ -48,7 +48,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
 
 def execute_markdown(name: str) -> str:
-    """Run the Python blocks of a file; return the count of those run and those skipped."""
+    """Run the Python blocks of a file; return the numbers of those run and skipped."""
     blocks = [b for b in fenced_blocks(Path(name).read_text()) if b.info[:1] == ["python"]]
     skipped = [b.line for b in blocks if "no-run" in b.info[1:]]
     namespace = {"__name__": "__main__"}
@@ -60,7 +60,7 @@ def execute_markdown(name: str) -> str:
 
 
 def execute_doctests(name: str) -> str:
-    """Run the doctests of a package and all its modules; return how many examples there were."""
+    """Run the doctests of a package and all its modules; return the number of examples."""
     package = importlib.import_module(name)
     found = pkgutil.walk_packages(package.__path__, name + ".")
     modules = [package, *(importlib.import_module(module.name) for module in found)]

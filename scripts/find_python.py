@@ -3,10 +3,10 @@
     python3 scripts/find_python.py 3.11
     python3 scripts/find_python.py newest
 
-The interpreter that runs this is asked first, then those on the PATH, then those that a version
-manager (pyenv, uv, conda, asdf, mise) has installed but not necessarily activated. A shim of a
-version manager may be there and not start; it does not count, and neither does a preview release.
-The newest is one of 3.11 to 3.14. Nothing is printed, and the exit code is 1, if there is none.
+The search covers the running interpreter, those on the PATH, and those that a version manager
+(pyenv, uv, conda, asdf, mise) has installed but not necessarily activated, in this order. A shim
+that does not start is ignored, and so is a preview release. The newest is one of 3.11 to 3.14.
+Without a match nothing is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MANAGERS = {
     "ASDF_DATA_DIR": ("~/.asdf", "installs/python/*/bin/python3.*"),
     "MISE_DATA_DIR": ("~/.local/share/mise", "installs/python/*/bin/python3.*"),
 }
-"""For each version manager the variable with its folder, the usual folder, and the interpreters."""
+"""For each version manager the variable of its folder, the default folder, and a glob pattern."""
 
 
 NAME = r"python3\.\d+"
@@ -60,7 +60,7 @@ def version(path: str) -> tuple[int, ...] | None:
 
 
 def find(wanted: str) -> str | None:
-    """Return the path of the interpreter that is wanted, or None."""
+    """Return the path of an interpreter of the wanted version, or None."""
     known = {path: version(path) for path in dict.fromkeys(candidates())}
     series = {path: v for path, v in known.items() if v and OLDEST <= v[1] <= NEWEST}
     if wanted != "newest":

@@ -1,9 +1,9 @@
-"""Print which modules of curvax its headline calls pass through.
+"""Print the modules of curvax that its headline calls pass through.
 
     python scripts/modules_visited.py [-v]
 
 A module is visited if one of its functions is called between the beginning and the end of the call,
-tracing and compiling included; `_jax` and the other modules of the foundation count as well.
+tracing and compilation included; `_jax` and the other base modules count as well.
 """
 
 import sys

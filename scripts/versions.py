@@ -1,4 +1,4 @@
-"""Print which Python and which JAX this is, in one line."""
+"""Print the versions of Python and JAX in one line."""
 
 import platform
 from importlib.metadata import version

@@ -22,6 +22,20 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+_register_dataclass = jax.tree_util.register_dataclass
+
+
+def _register_unchecked(nodetype, *args, **kwargs):
+    """Leave the constructors of pytrees unchecked.
+
+    JAX makes them of leaves that no annotation describes, such as specs and its own sentinels.
+    """
+    nodetype.__no_type_check__ = True
+    return _register_dataclass(nodetype, *args, **kwargs)
+
+
+jax.tree_util.register_dataclass = _register_unchecked
+
 # Compiling takes its time, so neither a deadline nor the health check for slowness means anything.
 UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("default", max_examples=6, **UNHURRIED)

@@ -1,6 +1,6 @@
 """Curvature in JAX, within the memory you have."""
 
-from curvax import _jax as _jax  # First: it refuses a JAX that is too old.
+from curvax import _jax as _jax  # First: it raises an error if JAX is too old.
 
 # isort: split
 from curvax._tree import Static

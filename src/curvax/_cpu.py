@@ -1,18 +1,17 @@
 """Workarounds for XLA on CPUs, each next to the plain formulation that it equals.
 
-This is their only home. On other platforms every function here is its plain formulation, so that
-whoever reads curvax for a GPU may read `_plain_...` and skip the rest. Two costs are peculiar to
-CPUs. XLA has LLVM compile every kernel, which takes some 15 ms for each; kernels that are equal are
-compiled once, and products of matrices, which a library computes, not at all. And LAPACK factorises
-large matrices on threads of its own, which wait busily afterwards and keep a core from XLA's.
+All of them are in this file. On other platforms every function here runs its plain formulation, so
+that a reader interested in GPUs can read `_plain_...` and skip the rest. Two costs are peculiar to
+CPUs. First, LLVM compiles every kernel, at some 15 ms each; equal kernels are compiled once, and
+matrix products, which a library computes, not at all. Second, LAPACK factorises large matrices on
+a separate thread pool, whose threads busy-wait afterwards and take a core from XLA's.
 
-`on_cpus` selects, while a function is traced, by `jax.default_backend()`. (`lax.platform_dependent`
-selects when a program is lowered, but has both formulations traced at each call.) So a program that
-a process on a CPU lowers for another platform, as by `jax.export`, has the workarounds in it.
-`CURVAX_PLAIN=1` in the environment, read at import, selects the plain formulation everywhere, and
-`CURVAX_PLAIN=all_finite,run_if` that of these functions alone. That is how
-benchmarks/cpu_workarounds.py compares them; the figures below are from
-benchmarks/results/cpu_workarounds.md, "with" divided by "plain".
+`on_cpus` selects the formulation at trace time, by `jax.default_backend()`.
+(`lax.platform_dependent` selects at lowering time, but traces both formulations at each call.) So a
+program that is lowered on a CPU for another platform, as by `jax.export`, contains the workarounds.
+`CURVAX_PLAIN=1` in the environment, read at import, selects the plain formulation of all functions,
+`CURVAX_PLAIN=all_finite,run_if` that of these two. benchmarks/cpu_workarounds.py compares them that
+way; the figures below are from benchmarks/results/cpu_workarounds.md, "with" divided by "plain".
 """
 
 import functools
@@ -29,22 +28,22 @@ import numpy as np
 from jax import lax
 
 from curvax import _jax
-from curvax._types import Array, PyTree
+from curvax._types import Array, ArrayLike, PyTree
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 PLAIN = frozenset(filter(None, os.environ.get("CURVAX_PLAIN", "").split(",")))
-"""The names of functions whose plain formulation is used on CPUs, too; with "1", of all of them."""
+"""Names of the functions whose plain formulation is used on CPUs too; "1" stands for all."""
 
 
 def is_forced_plain(name: str) -> bool:
-    """Return whether the plain formulation of a workaround is asked for."""
+    """Return whether the environment selects the plain formulation of a workaround."""
     return bool(PLAIN & {"1", name})
 
 
 def is_used(name: str) -> bool:
-    """Return whether a workaround is used: on CPUs, unless the plain formulation is asked for."""
+    """Return whether a workaround is used: on CPUs, unless the environment says otherwise."""
     return jax.default_backend() == "cpu" and not is_forced_plain(name)
 
 
@@ -54,27 +53,27 @@ def on_cpus(
     """Decorate a workaround, so that other platforms run its plain formulation.
 
     Arguments:
-        instead_of: the plain formulation.
-        name: the workaround that it is a part of; by default, its own name.
+        instead_of: The plain formulation.
+        name: Name of the workaround that this function is part of; by default, the function's name.
     """
 
     def decorate(workaround: Callable[P, T]) -> Callable[P, T]:
-        own = name or getattr(workaround, "__name__", "")
+        switch = name or getattr(workaround, "__name__", "")
 
         @functools.wraps(workaround)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            return (workaround if is_used(own) else instead_of)(*args, **kwargs)
+            return (workaround if is_used(switch) else instead_of)(*args, **kwargs)
 
         return call
 
     return decorate
 
 
-def compiled_once(function: Callable[..., T]) -> Callable[..., T]:
-    """Return `jit(function)`; on CPUs it also stays a function in the compiled program.
+def compiled_once(function: Callable[P, T]) -> Callable[P, T]:
+    """Jit a function; on CPUs, also keep XLA from inlining it. Keyword-only arguments are static.
 
-    Plain: `jax.jit(function)`, which XLA inlines at each call and fuses with what is around it, so
-    that each call has kernels of its own. Keyword-only arguments are static.
+    Plain: `jax.jit(function)`, which XLA inlines at each call and fuses with the operations around
+    it, so that the kernels of each call are compiled separately.
     Measured for the inverses of 16 factors: 0.7 of the time to compile, 0.6 of the time to run, 0.2
     of the temporaries (14 MB instead of 70).
     """
@@ -83,29 +82,29 @@ def compiled_once(function: Callable[..., T]) -> Callable[..., T]:
     jitted = jax.jit(function, static_argnames=static_names)
 
     @functools.wraps(function)
-    def call(*args: Any, **static: Any) -> T:
-        outputs = jitted(*args, **static)
-        # Outside of a trace the function is a program by itself.
+    def call(*args: P.args, **static: P.kwargs) -> T:
+        outputs: Any = jitted(*args, **static)
+        # Outside a trace, the function is a program by itself.
         is_traced = any(map(_jax.is_tracer, jax.tree.leaves(outputs)))
         return _jax.kept_as_call(outputs) if is_traced and is_used("compiled_once") else outputs
 
     return call
 
 
-def _plain_one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
+def _plain_one_by_one(factorise: Callable[[Array], T], matrices: Array) -> T:
     return factorise(matrices)
 
 
 @on_cpus(instead_of=_plain_one_by_one)
-def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
+def one_by_one(factorise: Callable[[Array], T], matrices: Array) -> T:
     """Return `factorise(matrices)` for matrices along any leading axes.
 
-    Plain: one batched call. JAX 0.10 factorises a batch on several threads of a CPU and has one
-    more wait for them. In a program with several batches these threads can all be waiting, and it
-    never ends: 16 Cholesky factorisations of two matrices each are enough on two cores. Single
-    matrices are factorised by the thread that asks for it.
+    Plain: one batched call. JAX 0.10 factorises a batch on several CPU threads, and another thread
+    waits for them. In a program with several batches all threads can be waiting: a deadlock. On two
+    cores, 16 Cholesky factorisations of two matrices each are enough. A single matrix is factorised
+    by the calling thread.
     Measured: on a busy machine the plain program of 16 factorisations did not end within 20
-    seconds; on a quiet one it ended each time.
+    seconds; on a quiet one it always did.
     """
     if matrices.ndim == 2:
         return factorise(matrices)
@@ -115,27 +114,27 @@ def one_by_one(factorise: Callable[[Array], Any], matrices: Array) -> Any:
 
 # The inverse of a positive definite matrix, nearly all of it by products of tiles.
 #
-# A matrix is cut into tiles of one shape. Its Cholesky factor, the inverse of that and the product
-# of this with its transpose are computed by steps, each of which makes one tile from others: what
-# is known to be zero or to be symmetric is mostly not computed. Tiles on the diagonal are cut
-# again, down to small matrices, for which LAPACK uses no threads. The steps are a table. Where
-# there are few, they are unrolled in the program, where there are many, a loop goes through them.
+# The matrix is divided into tiles of one shape. Its Cholesky factor, the inverse of the factor, and
+# the product of that with its transpose are computed in steps, each of which computes one tile from
+# others; tiles that are zero or known by symmetry are mostly skipped. Tiles on the diagonal are
+# divided again, down to small matrices, for which LAPACK uses no threads. The steps are a table.
+# Few steps are unrolled in the program; many are executed by a loop.
 
 LARGEST_TILE = 256
-"""Up to which size there is one tile: large enough for products to be fast."""
+"""Size up to which a matrix is one tile: large enough for fast products."""
 
 SMALLEST_TILE = 96
-"""Up to which size a tile on the diagonal is not cut."""
+"""Size up to which a tile on the diagonal is not divided."""
 
 MOST_UNROLLED = 4
-"""Up to how many rows of tiles there is no loop."""
+"""Number of rows of tiles up to which the steps are unrolled."""
 
 MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
-"""What a step makes of two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
+"""What a step computes from two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
 `inverse_root` of x, or `x.T`."""
 
 Step = tuple[int, ...]
-"""A kind, what to keep of the old tile, a sign, and the places of the new tile and of x and y."""
+"""A kind, `keep`, `sign`, and the row and column of the new tile, of x and of y."""
 
 
 def _plain_pad_to_tiles(matrix: Array) -> Array:
@@ -144,19 +143,18 @@ def _plain_pad_to_tiles(matrix: Array) -> Array:
 
 @on_cpus(instead_of=_plain_pad_to_tiles, name="positive_inverse")
 def pad_to_tiles(matrix: Array) -> Array:
-    """Return the matrix with some rows and columns more, so that it has tiles of one size.
+    """Pad a positive definite matrix to a multiple of the tile size.
 
-    Plain: the matrix itself. On the diagonal, the new rows have the first element of the matrix.
-    That is never more than the largest eigenvalue nor less than the smallest, so that the condition
-    number stays what it is.
+    Plain: the matrix itself. The new diagonal elements equal the first element of the matrix. It
+    lies between the smallest and the largest eigenvalue, so the condition number does not change.
     """
     size = matrix.shape[-1]
     count, width = _tiles(size)
-    more = count * width - size
-    if not more:
+    padded_size = count * width
+    if padded_size == size:
         return matrix
-    wide = _padded(matrix, 0, 0, size + more)
-    row, column = jnp.indices((size + more, size + more), sparse=True)
+    wide = _padded(matrix, 0, 0, padded_size)
+    row, column = jnp.indices((padded_size, padded_size), sparse=True)
     is_new = jnp.broadcast_to((row == column) & (row >= size), wide.shape)
     return jnp.where(is_new, jnp.broadcast_to(matrix[..., :1, :1], wide.shape), wide)
 
@@ -175,10 +173,10 @@ def _plain_positive_inverse(matrix: Array) -> Array:
 def positive_inverse(matrix: Array) -> Array:
     """Return the inverse of a symmetric positive definite matrix, or of several along leading axes.
 
-    Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Naively,
-    `cho_solve((cholesky(matrix), True), identity)`, except that a product of a matrix with its
-    transpose is positive even where it is not accurate. It is not finite where a matrix is not
-    positive definite to rounding.
+    Plain: `root @ root.T`, with `root` the transposed inverse of the Cholesky factor. Equal to
+    `cho_solve((cholesky(matrix), True), identity)`, except that the product of a matrix with its
+    transpose is positive semidefinite even where it is inaccurate. The result is not finite if the
+    matrix is not numerically positive definite.
     Measured for 16 factors of 30 to 1001 rows: 0.43 of the time to run (185 ms instead of 433),
     1.04 of the time to compile. The claim of benchmarks/curvature.py rests on it: inverses 1.5
     times as fast as those of kfac-jax.
@@ -193,15 +191,15 @@ def positive_inverse(matrix: Array) -> Array:
 
 
 def _unrolled(matrix: Array) -> Array:
-    """Invert by steps that are all in the program, so that some of them overlap."""
+    """Invert by unrolled steps, some of which run concurrently."""
     count, width = _tiles(matrix.shape[-1])
-    # Positions that are known to be constants would make the same kernels different ones.
+    # With positions as constants, equal kernels would be compiled separately.
     edges = lax.optimization_barrier([jnp.int32(width * k) for k in range(count)])
     lower = [(i, j) for i in range(count) for j in range(i + 1)]
     tiles: dict[tuple[int, ...], Array] = {}
     tiles |= {(i, j): _tile(matrix, edges[i], edges[j], width=width) for i, j in lower}
-    for kind, keep, sign, *places in _steps(count):
-        target, x, y = (tuple(places[k : k + 2]) for k in (0, 2, 4))
+    for kind, keep, sign, *positions in _steps(count):
+        target, x, y = (tuple(positions[k : k + 2]) for k in (0, 2, 4))
         if kind == ROOT:
             tiles[target] = inverse_root(tiles[x])
         elif kind == MULTIPLY:
@@ -216,18 +214,18 @@ def _unrolled(matrix: Array) -> Array:
 
 
 def _looped(matrix: Array) -> Array:
-    """Invert by one step after the other, in place: a program of one size for all matrices."""
+    """Invert by a loop over steps, in place: the program does not grow with the matrix."""
     count, width = _tiles(matrix.shape[-1])
     mirrored = itertools.combinations(range(count), 2)
     steps = [*_steps(count), *((MIRROR, 0, 1, i, j, *(j, i) * 2) for i, j in mirrored)]
     table = np.array(steps, np.int32) * np.array([1, 1, 1, *[width] * 6], np.int32)
     columns = [jnp.asarray(column) for column in table.T]
 
-    def body(number: Array, matrix: Array) -> Array:
-        numbers = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in columns]
-        kind, keep, sign = numbers[:3]
-        target, x, y = (numbers[k : k + 2] for k in (3, 5, 7))
-        tile = lambda place: _tile(matrix, *place, width=width)
+    def body(index: Array, matrix: Array) -> Array:
+        step = [lax.dynamic_index_in_dim(column, index, keepdims=False) for column in columns]
+        kind, keep, sign = step[:3]
+        target, x, y = (step[k : k + 2] for k in (3, 5, 7))
+        tile = lambda position: _tile(matrix, *position, width=width)
 
         def accumulated(_: None) -> Array:
             product = _times_transpose(tile(x), tile(y))
@@ -256,9 +254,9 @@ def _tile(matrix: Array, row: Array, column: Array, *, width: int) -> Array:
 
 @compiled_once
 def _with_mirrored(matrix: Array, tile: Array, row: Array, column: Array) -> Array:
-    """Return the matrix with a tile at this position, and its transpose at the mirrored one."""
+    """Set a tile of a zero matrix at this position, and its transpose at the mirrored one."""
     here, there = _indices(matrix, row, column), _indices(matrix, column, row)
-    # What is here is zero. It is added because only so the kernel is compiled once.
+    # Adding the zeros that are here makes all calls compile to one kernel.
     added = lax.dynamic_slice(matrix, here, tile.shape) + tile
     matrix = lax.dynamic_update_slice(matrix, added, here)
     return lax.dynamic_update_slice(matrix, jnp.matrix_transpose(tile), there)
@@ -269,15 +267,15 @@ def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
 
 
 def _steps(count: int) -> list[Step]:
-    """Return the steps that invert `count` by `count` tiles in place, into the lower triangle."""
+    """Return the steps that invert `count` by `count` tiles in place, in the lower triangle."""
     return [*_root_steps(count), *_product_steps(count)]
 
 
 def _root_steps(count: int) -> Iterator[Step]:
-    """Yield the steps to the root of a matrix.
+    """Yield the steps that compute the root of a matrix.
 
-    The lower triangle becomes that of the Cholesky factor, except that tiles on the diagonal become
-    those of the root. The upper triangle becomes the rest of the root, with
+    The lower triangle becomes that of the Cholesky factor, except that diagonal tiles become those
+    of the root. The upper triangle becomes the rest of the root, by
     `root[j, k] = -sum(root[j, m] @ factor[k, m].T for m in range(j, k)) @ root[k, k]`.
     """
     for k in range(count):
@@ -293,9 +291,10 @@ def _root_steps(count: int) -> Iterator[Step]:
 
 
 def _product_steps(count: int) -> Iterator[Step]:
-    """Yield the steps to the lower triangle of the root times its transpose.
+    """Yield the steps that compute the lower triangle of the root times its transpose.
 
-    The factor is not needed any more. The root is, and on the diagonal until the row is done.
+    They overwrite the factor, which is no longer needed, and each diagonal tile of the root once
+    its row is done.
     """
     for j, i in itertools.combinations_with_replacement(range(count), 2):
         for k in range(i, count):
@@ -308,13 +307,13 @@ def inverse_root(matrix: Array) -> Array:
     size = matrix.shape[-1]
     if size <= SMALLEST_TILE:
         return _small_root(matrix)
-    half = 4 * -(-size // 8)  # Mostly, both halves are of one shape.
+    half = 4 * -(-size // 8)  # For most sizes both halves have one shape.
     first, last = slice(0, half), slice(half, size)
     root = inverse_root(matrix[..., first, first])
     factor = matrix[..., last, first] @ root
     rest = inverse_root(matrix[..., last, last] - _times_transpose(factor, factor))
     corner = -_times_transpose(root, factor) @ rest
-    # Sums of padded matrices, as each concatenation is a kernel of its own.
+    # Sums of padded matrices fuse; each concatenation would be a kernel.
     parts = [
         _padded(root, 0, 0, size),
         _padded(corner, 0, half, size),
@@ -324,10 +323,12 @@ def inverse_root(matrix: Array) -> Array:
 
 
 def _small_root(matrix: Array) -> Array:
-    """Return the root of a small matrix, which is a part of the factor of a larger one.
+    """Return the root of a small matrix, as a block of the Cholesky factor of a larger one.
 
-    This is `[[matrix, 1], [1, c]]`, with `c` so large that it is positive definite. To solve with
-    the factor instead takes threads of LAPACK already for matrices of 32 rows.
+    The factor of `[[matrix, 1], [1, c]]` has the root of `matrix` as its lower left block: if L is
+    the factor of `matrix`, that block X satisfies `X @ L.T = 1`. The scalar `c` is large enough to
+    make the larger matrix positive definite. A triangular solve instead would use LAPACK's threads
+    already for 32 rows.
     """
     size = matrix.shape[-1]
     row, column = jnp.indices((2 * size, 2 * size), sparse=True)
@@ -336,14 +337,14 @@ def _small_root(matrix: Array) -> Array:
     wide = _padded(matrix, 0, 0, 2 * size)
     is_given = jnp.broadcast_to((row < size) & (column < size), wide.shape)
     both = jnp.where(is_given, wide, jnp.broadcast_to(others.astype(matrix.dtype), wide.shape))
-    # LAPACK is column-major, so that the transpose costs nothing.
+    # LAPACK is column-major, so the transpose costs nothing.
     factorise = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
     factor = one_by_one(factorise, jnp.matrix_transpose(both))
     return factor[..., size:, :size]
 
 
 def _padded(block: Array, row: int, column: int, size: int) -> Array:
-    """Return a square matrix with a block at this position and zeros elsewhere."""
+    """Return a square matrix of zeros with a block at this position."""
     rows, columns = block.shape[-2:]
     rows, columns = (row, size - row - rows, 0), (column, size - column - columns, 0)
     zero = jnp.zeros((), block.dtype)
@@ -351,7 +352,7 @@ def _padded(block: Array, row: int, column: int, size: int) -> Array:
 
 
 def _tiles(size: int) -> tuple[int, int]:
-    """Return into how many rows and columns of tiles a matrix is cut, and how wide these are."""
+    """Return the number of tiles along each axis of a matrix, and their width."""
     count = max(1, -(-size // LARGEST_TILE))
     return count, 16 * -(-size // (16 * count))
 
@@ -361,7 +362,7 @@ def _times_transpose(x: Array, y: Array) -> Array:
 
 
 LONGEST_SUM = 2**14
-"""Up to how many rows and columns a matrix is summed up by products."""
+"""Maximum number of rows and columns of a matrix that `all_finite` sums by products."""
 
 
 def _plain_all_finite(values: PyTree) -> Array:
@@ -374,9 +375,9 @@ def _plain_all_finite(values: PyTree) -> Array:
 def all_finite(values: PyTree) -> Array:
     """Return whether all arrays are finite.
 
-    Plain: `all(jnp.all(jnp.isfinite(x)) for x in values)`, a kernel for each shape. Here matrices
-    are summed up by products with matrices of two columns, whose elements are so small that a sum
-    of finite numbers is finite.
+    Plain: `all(jnp.all(jnp.isfinite(x)) for x in values)`, with a kernel for each shape. Here,
+    matrices are summed by products with matrices of two columns, whose elements are so small that
+    a sum of finite numbers stays finite.
     Measured for 16 factors: 0.1 of the time to compile (0.08 s instead of 0.8), 0.6 of the time to
     run, 0.07 MB of temporaries instead of 6.5.
     """
@@ -387,16 +388,16 @@ def all_finite(values: PyTree) -> Array:
     for x in filter(_is_matrix, arrays):
         total = _sum(x)
         sums.setdefault(total.dtype, []).append(total)
-    each += [jnp.all(jnp.isfinite(jnp.stack(own))) for own in sums.values()]
+    each += [jnp.all(jnp.isfinite(jnp.stack(same_dtype))) for same_dtype in sums.values()]
     return jnp.all(jnp.stack(each)) if each else jnp.ones((), bool)
 
 
 def _is_matrix(x: Array) -> bool:
-    """Return whether an array has several rows and columns, and none of them sharded by its type.
+    """Return whether to sum an array by products: it has several rows and columns, not too many.
 
-    Products of sharded arrays would have to say how the result is sharded; products with vectors
-    are compiled, each by itself. What is multiplied with is a constant in the program, as long as
-    the matrix.
+    An array that is sharded by its type is excluded, because its products would need an explicit
+    output sharding. Products with vectors are compiled, each separately. The other operand of each
+    product is a constant in the program, of the length of the matrix.
     """
     if x.ndim < 2 or _jax.sharding_of(x) is not None:
         return False
@@ -405,12 +406,12 @@ def _is_matrix(x: Array) -> bool:
 
 
 def _sum(x: Array) -> Array:
-    """Return a matrix of two rows and columns that is finite if and only if all elements are."""
+    """Return a 2 x 2 matrix that is finite if and only if all elements of `x` are."""
     rows = x.reshape(-1, x.shape[-1])
     if jnp.finfo(x.dtype).bits < 32:
         rows = rows.astype(jnp.float32)
-    # The largest number, times this, can be added up more often than there are elements. The signs
-    # only make it a constant: a matrix of equal elements would be filled by a kernel.
+    # Even the largest finite number, times this, can be summed over all elements without overflow.
+    # The signs keep the matrix a constant: one of equal elements would be filled by a kernel.
     small = float(jnp.finfo(rows.dtype).tiny) ** 0.5
     signs = np.array([1, -1])
     columns = jnp.asarray(np.tile(small * signs, (rows.shape[1], 1)), rows.dtype)
@@ -426,26 +427,26 @@ def _plain_row_products(x: Array, y: Array) -> Array:
 def row_products(x: Array, y: Array) -> Array:
     """Return the inner product of each row of a matrix with the same row of another.
 
-    Plain: `jnp.sum(x * y, axis=-1)`. Here it is the diagonal of `x @ y.T`, which for the few rows
-    that it is meant for is a call of a library.
+    Plain: `jnp.sum(x * y, axis=-1)`. Here it is the diagonal of `x @ y.T`, a library call. It is
+    meant for matrices of few rows.
     Measured for the checks of 16 inverses: 0.83 of the time to compile all of these.
     """
     return jnp.diagonal(_times_transpose(x, y), axis1=-2, axis2=-1)
 
 
-def _plain_run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
+def _plain_run_if(flag: ArrayLike, fun: Callable[[T], T], state: T) -> T:
     if not _jax.is_tracer(flag):
         return fun(state) if flag else state
     return lax.cond(flag, fun, lambda state: state, state)
 
 
 @on_cpus(instead_of=_plain_run_if)
-def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
-    """Return `fun(state)` if the flag is set, else the state.
+def run_if(flag: ArrayLike, fun: Callable[[T], T], state: T) -> T:
+    """Return `fun(state)` if the flag is true, else `state`.
 
-    Plain: `lax.cond`, which on CPUs copies the state, also where it returns it as it is: in a step
-    of K-FAC that is as large as all inverses. Here it is a loop of at most one step, which carries
-    only what changes.
+    Plain: `lax.cond`, which on CPUs copies the state even in the branch that returns it unchanged:
+    in a K-FAC step, a copy of all inverses. Here it is a `while_loop` of at most one iteration,
+    which carries only the leaves that change.
     Measured: 0.83 of the temporaries of the inverses of 16 factors. A state of 26 MB that is not
     donated is copied either way (1.1 of the time to run).
     """
@@ -455,14 +456,14 @@ def run_if(flag: Any, fun: Callable[[T], T], state: T) -> T:
     traced, changed = _jax.trace_change(fun, state)
     changing = [index for index, is_changed in enumerate(changed) if is_changed]
 
-    def body(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-        flag, own = carry
-        current = dict(enumerate(leaves)) | dict(zip(changing, own, strict=True))
-        found = traced([current[index] for index in range(len(leaves))])
-        return jnp.zeros_like(flag), [found[index] for index in changing]
+    def body(carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        flag, carried = carry
+        current = dict(enumerate(leaves)) | dict(zip(changing, carried, strict=True))
+        outputs = traced([current[index] for index in range(len(leaves))])
+        return jnp.zeros_like(flag), [outputs[index] for index in changing]
 
     start = (jnp.asarray(flag, bool), [jnp.asarray(leaves[index]) for index in changing])
-    _, own = lax.while_loop(lambda carry: carry[0], body, start)
-    for index, leaf in zip(changing, own, strict=True):
+    _, carried = lax.while_loop(lambda carry: carry[0], body, start)
+    for index, leaf in zip(changing, carried, strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -1,13 +1,17 @@
-"""How results are shown: tables of text, and plots. The only user of matplotlib, if installed."""
+"""Presentation of results: text tables, and plots. The only user of matplotlib, if installed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import matplotlib.axes
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under a head, each column as wide as its longest entry."""
+    """Return rows under a header, each column as wide as its longest entry."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = [
@@ -18,7 +22,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def new_axes() -> Any:
+def new_axes() -> "matplotlib.axes.Axes":
     """Return new axes in a new figure."""
     try:
         from matplotlib import pyplot as plt
@@ -29,8 +33,8 @@ def new_axes() -> Any:
     return plt.subplots(layout="constrained")[1]
 
 
-def log_scales(ax: Any) -> None:
-    """Make both axes logarithmic, with plain numbers: 20, not 2 x 10^1."""
+def log_scales(ax: "matplotlib.axes.Axes") -> None:
+    """Make both axes logarithmic, with tick labels in plain notation: 20, not 2 x 10^1."""
     from matplotlib.ticker import LogFormatter
 
     ax.set_xscale("log")
@@ -40,12 +44,70 @@ def log_scales(ax: Any) -> None:
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
 
 
-def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
+# The classes that are plotted are defined in packages that import this module. These protocols are
+# what the plots read of them.
+
+
+@runtime_checkable
+class Usage(Protocol):
+    """The part of a `curvax.MemoryUsage` that is plotted."""
+
+    @property
+    def added_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Trial(Protocol):
+    """A batch size that was compiled for a memory plan."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def usage(self) -> Usage: ...
+
+
+@runtime_checkable
+class Plan(Protocol):
+    """The part of a `curvax.MemoryPlan` that is plotted."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def max_size(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def trials(self) -> Sequence[Trial]: ...
+
+
+@runtime_checkable
+class Density(Protocol):
+    """The part of a `curvax.SpectralDensity` that is plotted."""
+
+    @property
+    def smallest(self) -> float: ...
+    @property
+    def largest(self) -> float: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def trace(self) -> float: ...
+    def density(self, values: NDArray[np.floating]) -> NDArray[np.floating]: ...
+
+
+_UNITS = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")]
+
+
+def plot_memory_plan(
+    plan: Plan, ax: "matplotlib.axes.Axes | None" = None
+) -> "matplotlib.axes.Axes":
     """Plot memory against batch size for all sizes that were compiled, with the budget.
 
     Arguments:
-        plan: a `curvax.MemoryPlan`.
-        ax: matplotlib axes to plot into; new ones by default.
+        plan: A `curvax.MemoryPlan`.
+        ax: Matplotlib axes to plot into; new ones by default.
 
     Returns:
         The axes.
@@ -53,9 +115,9 @@ def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
     ax = new_axes() if ax is None else ax
     trials = sorted(plan.trials, key=lambda trial: trial.size)
     sizes = [trial.size for trial in trials]
-    needs = [max(1, trial.usage.added_bytes) for trial in trials]  # Nothing has no logarithm.
-    most = max(plan.budget_bytes, *needs)
-    unit, name = next((u, n) for u, n in _UNITS if most >= u or u == 1)
+    needs = [max(1, trial.usage.added_bytes) for trial in trials]  # Zero has no logarithm.
+    largest = max(plan.budget_bytes, *needs)
+    unit, name = next((u, n) for u, n in _UNITS if largest >= u or u == 1)
     ax.plot(sizes, [need / unit for need in needs], "o-", color="C0", label="needed")
     ax.axhline(plan.budget_bytes / unit, color="C3", linestyle="--", label="budget")
     ax.plot(
@@ -75,15 +137,14 @@ def plot_memory_plan(plan: Any, ax: Any = None) -> Any:
     return ax
 
 
-_UNITS = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")]
-
-
-def plot_spectral_density(density: Any, ax: Any = None) -> Any:
+def plot_spectral_density(
+    density: Density, ax: "matplotlib.axes.Axes | None" = None
+) -> "matplotlib.axes.Axes":
     """Plot the density of eigenvalues, on a logarithmic scale.
 
     Arguments:
-        density: a `curvax.SpectralDensity`.
-        ax: matplotlib axes to plot into; new ones by default.
+        density: A `curvax.SpectralDensity`.
+        ax: Matplotlib axes to plot into; new ones by default.
 
     Returns:
         The axes.

@@ -1,23 +1,23 @@
 """Rows of an array, read and written inside a loop without copying the array, and in order.
 
 A loop over chunks of a long axis reads some rows of each input and writes the same rows of each
-output. How that is written decides what the loop and its derivatives cost:
+output. How reads and writes are expressed decides what the loop and its derivatives cost:
 
-- A read is one `gather`. Slicing the array up before the loop instead would copy it wherever the
-  chunks do not divide it. The transpose of a gather adds into the cotangent in place.
+- A read is one `gather`. Slicing the array up before the loop would copy it wherever the chunk size
+  does not divide it. The transpose of a gather adds into the cotangent in place.
 - A write is one `dynamic_update_slice`, or a `scatter` of separate rows, and its tangent a
   `scatter_add` into rows that are still zero. The transpose of that is the identity for the buffer
-  and a gather for the rows. The transpose of the write itself would copy the whole cotangent in
+  and a gather for the rows. The transpose of the write itself would copy all of the cotangent in
   every step.
-- Rows that are read are never saved for the backward pass: they are still in the array. The
-  checkpoint policy `save_all_but_reads` says so, and knows our reads by their flags.
-- What is computed next must not begin before its memory is free: `zero_after`.
+- Rows that are read are never saved as residuals: they are still in the array. The checkpoint
+  policy `save_all_but_reads` recognises these reads by their flags.
+- The next computation must not start before its memory is free: `zero_after`.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,30 @@ import numpy as np
 from jax import Array, lax
 
 from curvax import _jax
-from curvax._types import PyTree, Size
+from curvax._types import ArrayLike, PyTree, Size
 
 _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-_PROMISES: Any = {"indices_are_sorted": True, "unique_indices": True, "mode": _IN_BOUNDS}
 _INDEX = jnp.int32
+
+
+class _Promises(TypedDict):
+    """Flags of `lax.gather` and `lax.scatter` that promise something of the indices."""
+
+    indices_are_sorted: bool
+    unique_indices: bool
+    mode: lax.GatherScatterMode
+
+
+_PROMISES: _Promises = {
+    "indices_are_sorted": True,
+    "unique_indices": True,
+    "mode": _IN_BOUNDS,
+}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows `start, start + stride, …` along an axis, `size` of them; `start` may be traced."""
+    """The `size` rows `start, start + stride, …` along an axis; `start` may be traced."""
 
     start: Size
     size: int
@@ -45,8 +59,8 @@ class Rows:
 class Row:
     """A single row, without the axis it is taken from; `index` may be traced.
 
-    To read one row of `Rows` and drop the axis would be a second operation, whose result would be
-    saved for the backward pass.
+    Reading `Rows` of size one and dropping the axis would be a second operation, whose result would
+    be saved as a residual.
     """
 
     index: Size
@@ -54,32 +68,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of an axis that `fold` has made two of; `index` may be traced.
+    """A column of an axis that `fold` reshaped to two axes; `index` may be traced.
 
-    Of an axis folded to `(size, stride)` column i holds the rows `i, i + stride, …`.
+    For an axis folded to `(size, stride)`, column i holds the rows `i, i + stride, …`.
     """
 
     index: Size
 
 
 def fold(x: Array, axis: int, stride: int) -> Array:
-    """`x` with its axis made two of `(length // stride, stride)`; for use with `Column`."""
+    """Reshape an axis of `x` to two of lengths `(length // stride, stride)`, for `Column`."""
     before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     return x.reshape(*before, length // stride, stride, *after)
 
 
 def unfold(x: Array, axis: int) -> Array:
-    """What `fold` undid."""
+    """Merge two axes into one. Inverse of `fold`."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """How a gather or scatter gets at some rows of an array.
+    """The windows of a gather or scatter that reads or writes some rows of an array.
 
-    `starts` are the positions of its windows along `axis`, `shape` the shape of one of them,
-    `collapsed` the axes along which a window is a single element that the rows do not have, and
-    `offset` the axes of the rows that the others become.
+    `starts` are the positions of the windows along `axis`, `shape` is the shape of one window,
+    `collapsed` are the axes of length one that the rows do not have, and `offset` are the axes of
+    the rows that the other axes become.
     """
 
     starts: Array
@@ -104,12 +118,12 @@ def _windows(shape: Sequence[int], rows: Rows | Row | Column, axis: int) -> _Win
     return _Windows(starts[:, None], window, axis, (axis,), every[:axis] + every[axis + 1 :])
 
 
-def _index(number: Size) -> Array:
-    return jnp.asarray(number, _INDEX)
+def _index(index: Size) -> Array:
+    return jnp.asarray(index, _INDEX)
 
 
 def read(x: Array, rows: Rows | Row | Column, axis: int) -> Array:
-    """Those rows of `x` along `axis`."""
+    """Return these rows of `x` along `axis`."""
     if isinstance(rows, Rows) and _all(rows, x.shape[axis]):
         return x
     if not isinstance(rows, Column):
@@ -126,27 +140,31 @@ def read(x: Array, rows: Rows | Row | Column, axis: int) -> Array:
 
 @jax.custom_jvp
 def differentiated_as(value: Array, equal: Array) -> Array:
-    """`value`, with the derivative of `equal`, which is never computed unless to differentiate.
+    """Return `value` with the derivative of `equal`, which is only computed to differentiate.
 
-    For one thing that can be read from two places, of which one is the better for its value and the
-    other for its derivative.
+    For a quantity that can be read in two ways, one of which is cheaper to evaluate and the other
+    to differentiate.
     """
     del equal
     return value
 
 
 @differentiated_as.defjvp
-def _differentiated_as_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
+def _differentiated_as_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     return differentiated_as(*primals), tangents[1]
 
 
-def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Checkpoint policy: save what the backward pass needs, but read rows again from their array.
+def save_all_but_reads(
+    primitive: _jax.Primitive, *avals: _jax.AbstractValue, **params: Any
+) -> bool:
+    """Return whether to save a residual: all but rows, which are read again from their array.
 
-    A gather with all three promises is ours: indexing in `jax.numpy` never promises by itself that
-    its indices are in bounds. What `differentiated_as` passes through is a read, too. Complex
-    numbers are computed again, because a checkpoint with a policy cannot save them: it fails to
-    limit their precision (JAX 0.10 to 0.12).
+    This is a policy for `jax.checkpoint`. A gather with all three promises is a `read`: indexing in
+    `jax.numpy` never promises that its indices are in bounds. The outputs of `differentiated_as`
+    count as reads too. Complex residuals are recomputed, because a checkpoint with a policy fails
+    to save them: it cannot reduce their precision (JAX 0.10 to 0.12).
     """
     is_read = (
         primitive is lax.gather_p
@@ -159,41 +177,50 @@ def save_all_but_reads(primitive: Any, *avals: Any, **params: Any) -> bool:
     return not _jax.returns_complex(primitive, avals, params)
 
 
-def allocate(length: int, row_like: Any, axis: int) -> Array:
-    """A buffer for `write`: `length` rows of zeros along `axis`, like the rows of `row_like`."""
+def allocate(length: int, row_like: _jax.Shaped, axis: int) -> Array:
+    """Return a buffer for `write`: `length` rows of zeros along `axis`, typed like `row_like`."""
     shape = (*row_like.shape[:axis], length, *row_like.shape[axis + 1 :])
     return _jax.filled_like(row_like, shape=shape)
 
 
 def write(buffer: Array, value: Array, rows: Rows | Column, axis: int) -> Array:
-    """`buffer` with those rows along `axis` replaced by `value`; each row is written once."""
+    """Return `buffer` with these rows along `axis` set to `value`.
+
+    Each row must be written only once: the derivative relies on the rows being zero before.
+    """
     if isinstance(rows, Rows):
         if _all(rows, buffer.shape[axis]):
             return value
         value = _jax.unsharded_along(value, axis)
     windows = _windows(buffer.shape, rows, axis)
-    numbers = lax.ScatterDimensionNumbers(windows.offset, windows.collapsed, (windows.axis,))
-    return _write_once(numbers, buffer, windows.starts, value)
+    dims = lax.ScatterDimensionNumbers(windows.offset, windows.collapsed, (windows.axis,))
+    return _write_once(dims, buffer, windows.starts, value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _write_once(numbers: Any, buffer: Array, starts: Array, value: Array) -> Array:
+def _write_once(
+    dims: lax.ScatterDimensionNumbers, buffer: Array, starts: Array, value: Array
+) -> Array:
     if starts.ndim > 1:
-        return lax.scatter(buffer, starts, value, numbers, **_PROMISES)
-    (axis,) = numbers.scatter_dims_to_operand_dims
-    window = lax.expand_dims(value, numbers.inserted_window_dims)
+        return lax.scatter(buffer, starts, value, dims, **_PROMISES)
+    (axis,) = dims.scatter_dims_to_operand_dims
+    window = lax.expand_dims(value, dims.inserted_window_dims)
     return lax.dynamic_update_slice_in_dim(buffer, window, starts[0], axis)
 
 
 @_write_once.defjvp
-def _write_once_jvp(numbers: Any, primals: Any, tangents: Any) -> tuple[Array, Any]:
+def _write_once_jvp(
+    dims: lax.ScatterDimensionNumbers,
+    primals: tuple[Array, Array, Array],
+    tangents: tuple[Array, ArrayLike, ArrayLike],
+) -> tuple[Array, Array]:
     buffer, starts, value = primals
     buffer_dot, _, value_dot = tangents
-    written = _write_once(numbers, buffer, starts, value)
+    written = _write_once(dims, buffer, starts, value)
     if not jnp.issubdtype(buffer.dtype, jnp.inexact):
         return written, buffer_dot
-    # The rows were zero before, so adding to them is as good as replacing them.
-    return written, lax.scatter_add(buffer_dot, starts, value_dot, numbers, **_PROMISES)
+    # The rows were zero before, so adding to them equals replacing them.
+    return written, lax.scatter_add(buffer_dot, starts, value_dot, dims, **_PROMISES)
 
 
 def _all(rows: Rows, length: int) -> bool:
@@ -201,13 +228,13 @@ def _all(rows: Rows, length: int) -> bool:
 
 
 def zero_after(tree: PyTree) -> Array:
-    """Return zero, which the compiler cannot compute before it has the arrays of the tree.
+    """Return a zero that the compiler cannot compute before the arrays of the tree.
 
-    What depends on it is computed after them, so that the temporaries of both are not alive
-    together. XLA drops optimization barriers before it orders a program, so it takes a number that
-    XLA does not know: here, whether an element is one NaN payload that no computation makes. Arrays
-    that are sharded by their types are skipped. Measured for a map over two chunks, by
-    benchmarks/cpu_workarounds.py: 0.5 of the temporaries of the map without it.
+    Whatever depends on it is scheduled after them, so that the temporaries of both are not alive
+    together. XLA drops optimization barriers before it schedules a program, so the zero must be a
+    value that XLA cannot infer: whether an element is a NaN of one payload that no computation
+    produces. Arrays with a sharding in their type are skipped. Measured for a map over two chunks,
+    by benchmarks/cpu_workarounds.py: 0.5 of the temporaries of the map without it.
     """
     for leaf in jax.tree.leaves(tree):
         plain = _jax.sharding_of(leaf) is None and not _jax.is_varying(leaf)
@@ -219,10 +246,10 @@ def zero_after(tree: PyTree) -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def is_order_marker(bits: Any) -> bool:
-    """Return whether these are the bits of the NaN with which `zero_after` compares."""
+def is_order_marker(bits: object) -> bool:
+    """Return whether these are the bits of the NaN that `zero_after` compares with."""
     dtype = getattr(bits, "dtype", None)
-    return any(dtype == each.dtype and bool(bits == each) for each in _PAYLOADS.values())
+    return any(dtype == payload.dtype and bool(bits == payload) for payload in _PAYLOADS.values())
 
 
 _PAYLOADS = {

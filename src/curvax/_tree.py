@@ -1,7 +1,7 @@
-"""Pytrees: values that JAX shall not look into, prefixes, and names for leaves.
+"""Pytrees: static values, prefixes, and names of leaves.
 
 `Static` is public: it carries a hashable Python value through `jit` and pytrees as part of the
-structure. The rest is the little pytree algebra that several packages share.
+structure. The rest is pytree algebra that several packages use.
 """
 
 from collections.abc import Hashable
@@ -18,18 +18,18 @@ T = TypeVar("T", bound=Hashable)
 @final
 @jax.tree_util.register_static
 class Static(Generic[T]):
-    """A value that JAX treats as part of the structure of a pytree, not as data.
+    """A value that is part of the structure of a pytree, not data.
 
-    A `Static` has no leaves. Passed to a function under `jax.jit`, it arrives unchanged, and the
-    function is traced again when a call brings one with another value. Two are equal when their
-    values are equal and of one type, so that `Static(1)`, `Static(1.0)` and `Static(True)`
-    are never taken for each other. Within a container, Python's own equality decides.
+    A `Static` has no leaves. A function under `jax.jit` receives it unchanged, and is traced again
+    for a different value. Two are equal if their values are equal and have the same type:
+    `Static(1)`, `Static(1.0)` and `Static(True)` are all different. Inside a container, Python's
+    equality applies, so `Static((1,)) == Static((True,))`.
 
     Arguments:
-        value: what to wrap. It must be hashable.
+        value: The value to wrap. It must be hashable.
 
     Raises:
-        TypeError: `value` is not hashable.
+        TypeError: If `value` is not hashable.
 
     Examples:
         >>> import jax
@@ -62,8 +62,8 @@ class Static(Generic[T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static):
             return NotImplemented
-        mine, theirs = self.value, other.value
-        return type(mine) is type(theirs) and (mine is theirs or mine == theirs)
+        a, b = self.value, other.value
+        return type(a) is type(b) and (a is b or a == b)
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
@@ -71,14 +71,15 @@ class Static(Generic[T]):
     def __repr__(self) -> str:
         return f"Static({self.value!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["Static[T]"], tuple[T]]:
         return (Static, (self.value,))
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree) -> list[Any]:
-    """One entry of `prefix` for each leaf of `tree`; None in the prefix is an entry.
+    """Return the entry of `prefix` for each leaf of `tree`; None counts as an entry.
 
-    Raises ValueError if `prefix` is not a prefix of `tree`.
+    Raises:
+        ValueError: If `prefix` is not a pytree prefix of `tree`.
     """
     entries: list[Any] = []
     jax.tree.map(
@@ -90,16 +91,16 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree) -> list[Any]:
     return entries
 
 
-def leaf_name(name: str, path: tuple[Any, ...]) -> str:
-    """How an error message calls the leaf at `path` below the argument called `name`."""
+def leaf_name(name: str, path: tuple[Hashable, ...]) -> str:
+    """Return the name that error messages use for the leaf at `path` of an argument."""
     return name + jax.tree_util.keystr(path)
 
 
 def as_key(tree: PyTree) -> Hashable:
-    """A pytree as a key: by its structure, and the values of its leaves where they have one.
+    """Return a key for a pytree: its structure and the values of its leaves.
 
-    Leaves that cannot be hashed are themselves only. Numbers of different types are different, and
-    those of different bits: `0.0` and `-0.0`.
+    Leaves that are not hashable are compared by identity. Numbers of different types differ, and so
+    do numbers of different bits, such as `0.0` and `-0.0`.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(map(_jax.value_key, leaves))

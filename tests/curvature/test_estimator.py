@@ -250,9 +250,9 @@ class TestErrors:
     def test_a_vector_unlike_the_parameters(self, vector):
         found = estimator()
         for multiply in (found.multiply, found.multiply_inverse):
-            with pytest.raises(ValueError, match="a vector is like the parameters"):
+            with pytest.raises(ValueError, match="expected a vector like the parameters"):
                 multiply(states(), vector, 0.1, True, False, None)
-        with pytest.raises(ValueError, match="a vector is like the parameters"):
+        with pytest.raises(ValueError, match="expected a vector like the parameters"):
             found.params_vector_to_blocks_vectors(vector)
 
     def test_vectors_unlike_the_blocks(self):

@@ -217,8 +217,8 @@ class TestByDefault:
         matrix, remarks = self.remarks(models.mapped_tokens, x)
         (said,) = remarks["['s']"]
         assert said == (
-            "examples unknown: they cannot be followed through `scan`: each position counts as an "
-            "example of its own"
+            "examples unknown: they cannot be followed through `scan`: each position counts as a "
+            "separate example"
         )
         assert remarks["['w'], ['b']"] == ()
         # Each position as if it were an example: the others are as they are, and do not change.
@@ -419,5 +419,5 @@ class TestNotSilentlyWrong:
             curvax.register_squared_error_loss(z.reshape(len(x), -1))
 
         images, kernel = models.normal(0, 3, 1, 4, 4, 2), models.normal(1, 2, 2, 2, 1)
-        with pytest.raises(ValueError, match=r"Inside of jax\.vmap.* leave the tag out"):
+        with pytest.raises(ValueError, match=r"Inside jax\.vmap.* leave the tag out"):
             curvax.explain_registration(loss, (kernel, images))

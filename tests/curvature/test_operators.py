@@ -121,7 +121,7 @@ class TestOperators:
     def test_errors(self):
         with pytest.raises(ValueError, match="exact products have no inverse"):
             exact_operator(inverse=True)
-        with pytest.raises(ValueError, match=r"matrix is one of .*, got 'jacobian'"):
+        with pytest.raises(ValueError, match=r"matrix must be one of .*, got 'jacobian'"):
             exact_operator(matrix="jacobian")
         with pytest.raises(ValueError, match=r"a vector has the shape \(24,\), got \(3,\)"):
             exact_operator().matvec(jnp.ones(3))

@@ -181,11 +181,13 @@ def estimator_of(widths, count):
 @given(widths=st.lists(st.sampled_from([2, 3, 5]), min_size=2, max_size=9), count=st.integers(1, 5))
 def test_every_pair_of_factors_is_on_one_device(widths, count):
     shards = estimator_of(widths, count).shards
-    assert sorted(n for shard in shards for n in shard.numbers) == list(range(len(widths) - 1))
+    assert sorted(n for shard in shards for n in shard.block_indices) == list(
+        range(len(widths) - 1)
+    )
     for shard in shards:
         units = sum(shard.lengths)
-        assert sorted(unit for own in shard.places for unit in own) == list(range(units))
-        assert max(map(len, shard.places)) <= shard.rows == -(-units // count)
+        assert sorted(unit for own in shard.units_of_device for unit in own) == list(range(units))
+        assert max(map(len, shard.units_of_device)) <= shard.rows == -(-units // count)
         values = jnp.arange(1.0, units + 1)
         rows = shard.to_rows(values)
         assert rows.shape == (shard.num_rows,)
@@ -200,7 +202,7 @@ def test_no_device_has_much_more_work_than_is_necessary(count):
     loads, largest = np.zeros(count), 0.0
     for shard in shards:
         work = sum(side.work for side in shard.sides)
-        loads += [work * len(own) for own in shard.places]
+        loads += [work * len(own) for own in shard.units_of_device]
         largest = max(largest, work)
     assert loads.max() <= 4 / 3 * max(loads.mean(), largest)
 
@@ -231,7 +233,7 @@ def test_blocks_with_an_update_of_their_own_are_rejected():
 
     ctors = {"dense": OwnUpdate}
     estimator = ShardedCurvature(loss, num_devices=2, layer_tag_to_block_ctor=ctors)
-    with pytest.raises(ValueError, match="split among devices goes with blocks of curvax"):
+    with pytest.raises(ValueError, match="a sharded state requires blocks of curvax"):
         estimator.finalize((jnp.ones((4, 3)), jnp.ones((2, 4))))
 
 
@@ -253,7 +255,7 @@ def test_entries_that_were_not_announced_are_made():
     inverse = lambda state, exact, use_cached: estimator.multiply_inverse(
         state, vector, 0.1, exact, use_cached, None
     )
-    with pytest.raises(ValueError, match=r"'-1' not in its cache.* Call update_cache"):
+    with pytest.raises(ValueError, match=r"'-1' is not in the cache.* Call update_cache"):
         inverse(bare, False, True)
     first = estimator.multiply(bare, vector, 0.1, True, True, None)
     assert_same(first, estimator.multiply(bare, vector, 0.1, True, False, None), 0, 0)

@@ -44,7 +44,7 @@ class Captured:
     def keys_at(self, node):
         return () if isinstance(node.equation.primitive, LayerTag) else None
 
-    def is_split(self, key, loop):
+    def is_per_step(self, key, loop):
         raise NotImplementedError
 
     def visit(self, node, inputs, values, given):
@@ -64,7 +64,7 @@ def tagged_layers(case, params, x):
     _, captured = run(program, leaves, Captured())
     count = len(jax.tree.leaves(params))
     for node, views in find_uses(program, program.inputs[:count]).explicit:
-        params = [part(leaves[view.param], view.cuts) for view in views]
+        params = [part(leaves[view.param], view.slices) for view in views]
         yield node, captured[node], params, [bool(dim) for dim in views[0].axes.looped]
 
 

@@ -434,7 +434,7 @@ class TestTagsThatCannotBeUsed:
 
         f = jax.jit(f)
         for _ in range(2):
-            with pytest.raises(RegistrationError, match=r"Loss_tag .* is inside of `cond`"):
+            with pytest.raises(RegistrationError, match=r"Loss_tag .* is inside `cond`"):
                 curvax.loss_tags_vjp(f)((W, X))
 
     def test_a_layer(self):
@@ -442,7 +442,7 @@ class TestTagsThatCannotBeUsed:
             tagged = lambda: curvax.register_dense(x @ w, x, w)
             return register(jax.lax.cond(x[0, 0] > 0, tagged, lambda: x @ w))
 
-        with pytest.raises(RegistrationError, match="dense_tag is inside of `cond`"):
+        with pytest.raises(RegistrationError, match="dense_tag is inside `cond`"):
             explain_registration(f, (W, X))
 
     @pytest.mark.parametrize("what", ["layer", "loss"])

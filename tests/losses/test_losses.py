@@ -262,7 +262,7 @@ class TestValues:
                 refused(None, "half")
 
     def test_an_index_of_the_wrong_length_is_rejected(self, case):
-        with pytest.raises(ValueError, match=r"one number for each axis but the first"):
+        with pytest.raises(ValueError, match=r"one integer for each axis but the first"):
             case.loss().multiply_ggn_factor_replicated_one_hot((0, 0, 0, 0))
 
 

@@ -139,7 +139,7 @@ S, B, N = (
         (S, (LOGITS, None, MASK[:2]), ValueError, r"its shape is \(3,\), got \(2,\)"),
         (S, (jnp.array(1.0),), ValueError, r"at least 1 axis, got the shape \(\)"),
         (S, (CLASSES,), TypeError, r"logits must be real floating-point numbers, got int64"),
-        (S, (LOGITS, None, None, REAL), ValueError, r"weight must be a number, .*got the shape"),
+        (S, (LOGITS, None, None, REAL), ValueError, r"weight must be a scalar, .*got the shape"),
         (S, (LOGITS, None, None, -1.0), ValueError, r"weight must not be negative, got -1\.0"),
         (S, (LOGITS, None, None, 1j), TypeError, r"weight must be real, got complex"),
         (B, (LOGITS, REAL[:2]), ValueError, r"shape of logits, \(3, 4\), got \(2, 4\)"),
@@ -147,7 +147,7 @@ S, B, N = (
         (N, (LOGITS, REAL[:, :1]), ValueError, r"shape of mean, \(3, 4\), got \(3, 1\)"),
         (N, (LOGITS, REAL.astype(complex)), TypeError, r"targets must be real .*complex128"),
         (N, (LOGITS, None, 0.0), ValueError, r"variance must be positive, got 0\.0"),
-        (N, (LOGITS, None, REAL), ValueError, r"variance must be a number, .*\(3,\)"),
+        (N, (LOGITS, None, REAL), ValueError, r"variance must be a scalar, .*\(3,\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_rejected(register, given, error, words):

@@ -35,11 +35,11 @@ class TestArguments:
             make(add)(X, y=Y)
 
     def test_a_scalar_cannot_be_mapped(self, make):
-        with pytest.raises(ValueError, match=r"y has no axis to split: it is zero-dimensional"):
+        with pytest.raises(ValueError, match=r"y has no batch axis: it is zero-dimensional"):
             make(add)(X, 1.0)
 
     def test_something_that_is_no_array_cannot_be_mapped(self, make):
-        with pytest.raises(TypeError, match=r"y is to be split but is no array: str 'hello'"):
+        with pytest.raises(TypeError, match=r"y must be batched but is not an array: str 'hello'"):
             make(add)(X, "hello")
 
     def test_an_axis_must_exist(self, make):

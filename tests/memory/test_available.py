@@ -216,7 +216,7 @@ class TestDevices:
 
     @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
     def test_an_accelerator_that_does_not_tell(self, stats):
-        words = r"^curvax\.available_memory: .* does not tell .* Give the budget in bytes"
+        words = r"^curvax\.available_memory: .* does not report .* Give the budget in bytes"
         with pytest.raises(NotImplementedError, match=words):
             available_memory(self.device(stats))
 

@@ -321,7 +321,7 @@ def test_a_size_and_a_budget_are_too_much(case):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"memory_budget": "lots"}, ValueError, "no amount of memory"),
+        ({"memory_budget": "lots"}, ValueError, "not an amount of memory"),
         ({"memory_budget": [1]}, TypeError, "got list"),
         ({"memory_budget": 0}, ValueError, "at least one byte"),
         ({"memory_budget": "1MB", "plan_for": "both"}, ValueError, "plan_for must be one of"),

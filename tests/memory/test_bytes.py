@@ -121,7 +121,9 @@ class TestErrors:
         ],
     )
     def test_a_text_is_a_number_with_a_unit(self, text):
-        with pytest.raises(ValueError, match=r"no amount of memory. Give .* Units are B, kB, MB"):
+        with pytest.raises(
+            ValueError, match=r"not an amount of memory. Give .* Units are B, kB, MB"
+        ):
             parse_memory(text)
 
     @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ class TestRunning:
             build = lambda size: lambda xs: some_rows(size)(scaled, xs)
             plan = plan_batch_size(build, (xs,), max_size=ROWS, memory_budget="300kB")
             plans.append(plan)
-            with pytest.raises(TypeError, match=r"inside of a transformation.* cannot be run"):
+            with pytest.raises(TypeError, match=r"inside a transformation.* cannot be run"):
                 plan(xs)
             return build(plan.batch_size)(xs)[0]
 

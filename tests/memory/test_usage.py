@@ -96,12 +96,12 @@ class TestPlainPrograms:
     def test_a_program_without_arguments(self):
         assert memory_usage(lambda: jnp.ones(1000)).output_bytes == 1000 * F64
 
-    def test_unknown_accounts_are_said(self):
+    def test_unknown_accounts_are_said(self, unchecked):
         class Silent:
             def memory_analysis(self):
                 return None
 
-        words = r"^curvax\.MemoryUsage: .* does not tell .* sizes instead of memory budgets"
+        words = r"^curvax\.MemoryUsage: .* does not report .* sizes instead of memory budgets"
         with pytest.raises(NotImplementedError, match=words):
             MemoryUsage.of(Silent())
 

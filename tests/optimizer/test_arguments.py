@@ -92,7 +92,7 @@ def test_step_takes_one_of_batch_and_iterator(started):
     for given in ({}, {"batch": make_batch(), "data_iterator": iter([make_batch()])}):
         with pytest.raises(ValueError, match="either batch= or data_iterator="):
             optimizer.step(params, state, key(0), **given, **VALUES)
-    with pytest.raises(ValueError, match="inside of a traced function, give step a batch"):
+    with pytest.raises(ValueError, match="inside a traced function, give step a batch"):
         jax.jit(lambda p: optimizer.step(p, state, key(0), iter([make_batch()]), **VALUES)[0])(
             params
         )
@@ -134,7 +134,7 @@ def test_the_outputs_of_the_function_are_checked(function, options, message):
 
 
 def test_before_the_first_use_there_is_no_estimator():
-    with pytest.raises(ValueError, match=r"not known before it was traced\. Call init or step"):
+    with pytest.raises(ValueError, match=r"not known before it is traced\. Call init or step"):
         make().estimator  # noqa: B018
 
 

@@ -486,7 +486,7 @@ def test_inverses_are_distributed_evenly_over_eight_devices(monkeypatch):
 def test_processes_must_be_given_a_budget_in_bytes(monkeypatch):
     make(multi_device=True, memory_budget="50%")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"memory_budget='50%' is a share .* Give bytes"):
+    with pytest.raises(ValueError, match=r"memory_budget='50%' is a fraction .* Give bytes"):
         make(multi_device=True, memory_budget="50%")
 
 

@@ -110,7 +110,7 @@ def test_the_exact_quadratic_model_is_that_of_the_dense_matrix(trained):
     curvature = estimator.to_dense_matrix(state)
     found = optimizer.compute_exact_quad_model(vectors, gradient, (params, batch))
     expected = flat.T @ curvature @ flat + 0.1 * flat.T @ flat, flat.T @ flat
-    assert_same(found, (*expected, flat.T @ ravel_pytree(gradient)[0]), 1e-9)
+    assert_same(found, QuadraticModel(*expected, flat.T @ ravel_pytree(gradient)[0]), 1e-9)
     assert_same(optimizer.compute_l2_quad_matrix(vectors), 0.1 * flat.T @ flat)
 
 
@@ -121,7 +121,7 @@ def test_the_approximate_quadratic_model_is_that_of_the_estimate(trained):
     curvature = optimizer.estimator.to_dense_matrix(state.estimator_state)
     found = optimizer.compute_approx_quad_model(state, vectors, gradient)
     expected = flat.T @ curvature @ flat + 0.1 * flat.T @ flat, flat.T @ flat
-    assert_same(found, (*expected, flat.T @ ravel_pytree(gradient)[0]), 1e-9)
+    assert_same(found, QuadraticModel(*expected, flat.T @ ravel_pytree(gradient)[0]), 1e-9)
 
 
 def test_the_exact_model_needs_the_arguments_of_the_function(trained):

@@ -295,7 +295,7 @@ KEPT = (beside, compiled_tag, compiled_rule, compiled_function, checkpointed_and
 LOST = {
     "nowhere": (by_hand(energy_by(nowhere)), "registers no loss"),
     "checkpoint": (by_hand(energy_by(checkpointed_and_unused)), r"test_vmc\.py:\d+ is not in the"),
-    "cond": (by_hand(energy_by(in_a_branch)), r"test_vmc\.py:\d+\) is inside of `cond`"),
+    "cond": (by_hand(energy_by(in_a_branch)), r"test_vmc\.py:\d+\) is inside `cond`"),
     "compiled energy": (by_hand(jax.jit(energy_by(beside))), r"test_vmc\.py:\d+ is not in the"),
     "compiled energy, as it is": (
         jax.value_and_grad(jax.jit(energy_by(beside)), has_aux=True),

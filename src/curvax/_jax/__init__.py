@@ -1,13 +1,12 @@
-"""The only place that knows which JAX is running.
+"""The only package that depends on the version of JAX.
 
-JAX's internals change with each release. Whatever curvax needs beyond the documented API, or needs
-in different words on different versions, is asked for here and nowhere else; a test holds the
-other modules to that.
+JAX's internals change with each release. What curvax needs beyond the documented API, or has to ask
+for in different ways on different versions, is here and nowhere else; a test enforces that.
 """
 
 import jax
 
-if jax.__version_info__ < (0, 10):  # A newer one than any that was tested is tried as it is.
+if jax.__version_info__ < (0, 10):  # There is no upper bound: untested versions may work.
     raise ImportError(
         f"curvax needs JAX 0.10 or newer, but JAX {jax.__version__} is installed. "
         f"Upgrade it with: pip install --upgrade jax jaxlib"
@@ -35,8 +34,24 @@ from curvax._jax.arrays import (
     varying_like as varying_like,
     wrap_keys as wrap_keys,
 )
+from curvax._jax.core import (
+    AbstractValue as AbstractValue,
+    Atom as Atom,
+    ClosedJaxpr as ClosedJaxpr,
+    Jaxpr as Jaxpr,
+    JaxprEqn as JaxprEqn,
+    Literal as Literal,
+    Params as Params,
+    Primitive as Primitive,
+    Shaped as Shaped,
+    ShapedArray as ShapedArray,
+    Typed as Typed,
+    Value as Value,
+    Var as Var,
+)
 from curvax._jax.jaxprs import (
     Kind as Kind,
+    Program as Program,
     Same as Same,
     ScanForm as ScanForm,
     as_function as as_function,
@@ -74,7 +89,6 @@ from curvax._jax.jaxprs import (
     with_constants as with_constants,
 )
 from curvax._jax.primitives import (
-    Primitive as Primitive,
     Tag as Tag,
     define_linear_identity as define_linear_identity,
 )

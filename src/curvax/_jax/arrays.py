@@ -1,79 +1,83 @@
 """Arrays: what their types say beyond shape and dtype.
 
-Meshes with `Explicit` axes (what `jax.make_mesh` makes by default) put the sharding of an array
-into its type, and then JAX refuses an operation whose result it would have to communicate for.
-`sharding_of`, `unsharded_along`, `filled_like` and `mesh_of` are what loops need to live with that.
+A mesh with `Explicit` axes (the default of `jax.make_mesh`) puts the sharding of an array into its
+type. JAX then rejects an operation whose result would need communication. `sharding_of`,
+`unsharded_along`, `filled_like` and `mesh_of` are what loops need on such a mesh.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax.core
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from curvax._jax.core import AbstractValue, HasDType, Shaped, ShapedArray, Tracer, Typed, Value
+from curvax._types import ArrayLike
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """What a program has to know of an argument, be it an array, a tracer, a number or a shape.
+def shape_of(x: Value | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape to compile a program with for an array, a tracer, a number or a shape.
 
-    An array says on which devices it lies. A tracer does not, whatever its type says of axes; a
-    program for it alone is for one device.
+    That of a committed array has its sharding. That of a tracer has none, whatever its type says of
+    mesh axes: a program for it alone is for one device.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     kind = jax.typeof(x)
-    placed = isinstance(x, jax.Array) and not is_tracer(x) and x.committed
-    sharding = x.sharding if placed else None
+    sharding = None
+    if isinstance(x, jax.Array) and not is_tracer(x) and x.committed:
+        sharding = x.sharding
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def unplaced(x: Any) -> jax.ShapeDtypeStruct:
-    """What a program has to know of an argument, but for where that lies."""
+def unplaced(x: Value) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array without its sharding."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
-def resized(x: Any, shape: tuple[int, ...]) -> Any:
-    """The type of `x` but for its shape, to trace with.
+def resized(x: Typed, shape: tuple[int, ...]) -> ShapedArray | jax.ShapeDtypeStruct:
+    """Return the type of `x` with another shape, to trace with.
 
-    It has the sharding over explicit mesh axes, and varies over manual axes, as `x` does.
+    The sharding over explicit mesh axes and the manual axes that `x` varies over are kept.
     """
     return _type(x).update(shape=shape)
 
 
-def is_tracer(x: Any) -> bool:
-    """Whether `x` stands for a value that is not known yet."""
-    return isinstance(x, jax.core.Tracer)
+def is_tracer(x: object) -> bool:
+    """Return whether `x` is a tracer: its value is not known yet."""
+    return isinstance(x, Tracer)
 
 
 def is_tracing() -> bool:
-    """Whether new arrays are traced: a program is being made."""
+    """Return whether new arrays are tracers, because a program is being traced."""
     return is_tracer(lax.full((), 0))
 
 
-def is_key(x: Any) -> bool:
-    """Whether `x` is an array of typed random keys, which have no numeric dtype."""
+def is_key(x: HasDType) -> bool:
+    """Return whether `x` is an array of typed random keys, which have no numeric dtype."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def unwrap_keys(x: Array) -> Array:
-    """The numbers behind typed random keys, along new last axes; other arrays as they are."""
+    """Return the data of typed random keys, along new trailing axes; other arrays as they are."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def wrap_keys(x: Array, like: Any) -> Array:
-    """What `unwrap_keys` undid, for an array of the dtype of `like`."""
+def wrap_keys(x: Array, like: HasDType) -> Array:
+    """Return keys from their data if `like` has keys. Inverse of `unwrap_keys`."""
     if not is_key(like):
         return x
-    implementations: list[Any] = []
+    implementations: list[str | Hashable] = []
     jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(x, impl=implementations[0])
 
 
-def sharding_of(x: Any) -> NamedSharding | None:
-    """The sharding in the type of `x`, or None where it has none to speak of."""
+def sharding_of(x: Typed) -> NamedSharding | None:
+    """Return the sharding in the type of `x`, or None if the mesh has no explicit axes."""
     sharding = getattr(_type(x), "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -81,7 +85,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def unsharded_along(x: Array, axis: int) -> Array:
-    """`x` itself, gathered along `axis` if its type says that it is sharded there."""
+    """Return `x`, gathered along `axis` if it is sharded there by its type."""
     sharding = sharding_of(x)
     if sharding is None:
         return x
@@ -93,71 +97,71 @@ def unsharded_along(x: Array, axis: int) -> Array:
 
 
 def can_transpose_gather(x: Array) -> bool:
-    """Whether this JAX has a derivative for `lax.all_gather` of such an array.
+    """Return whether this JAX can differentiate `lax.all_gather` of such an array.
 
-    On a mesh that has `Explicit` axes besides, JAX 0.10 has none for an array that is sharded along
-    these, and JAX 0.12 for no array at all.
+    On a mesh that also has `Explicit` axes, JAX 0.10 cannot for an array that is sharded along
+    these, and JAX 0.12 cannot for any array.
     """
     sharding = sharding_of(x)
     return sharding is None or (jax.__version_info__ < (0, 11) and not any(sharding.spec))
 
 
 def has_automatic_axes() -> bool:
-    """Whether there is a mesh with `Auto` axes, along which the compiler shards as it likes."""
+    """Return whether the current mesh has `Auto` axes, along which the compiler may shard."""
     return AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
 
 
 def kept_replicated(x: Array) -> Array:
-    """Constrain `x` to be replicated along the `Auto` axes of the mesh around, if there is one."""
+    """Constrain `x` to be replicated along the `Auto` axes of the current mesh, if any."""
     if not has_automatic_axes() or is_key(x):
         return x
-    everywhere = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    return lax.with_sharding_constraint(x, everywhere)
+    replicated = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return lax.with_sharding_constraint(x, replicated)
 
 
-def filled_like(x: Any, value: Any = 0, shape: tuple[int, ...] | None = None) -> Array:
-    """An array full of one value, of the type of `x` but for the given shape.
+def filled_like(x: Shaped, value: ArrayLike = 0, shape: tuple[int, ...] | None = None) -> Array:
+    """Return an array filled with one value, of the type of `x` except for the given shape.
 
     The type includes the sharding over explicit mesh axes and the manual axes of a `shard_map`
-    over which `x` varies, because a loop's carry must have the type that its body returns.
+    that `x` varies over, because a loop's carry must have the type that its body returns.
     """
     sharding = sharding_of(x)
     full = lax.full(x.shape if shape is None else shape, value, x.dtype, sharding=sharding)
     if sharding is not None and sharding_of(full) != sharding:
-        full = jax.sharding.reshard(full, sharding)  # JAX 0.12 leaves it out without a mesh around.
+        full = jax.sharding.reshard(full, sharding)  # JAX 0.12 drops it where no mesh is set.
     return varying_like(full, x)
 
 
-def varying_like(x: Array, *like: Any) -> Array:
-    """`x`, made to vary over the manual axes of a `shard_map` over which any of `like` varies.
+def varying_like(x: Array, *like: Typed) -> Array:
+    """Return `x`, cast to vary over the manual axes of a `shard_map` that any of `like` vary over.
 
-    These are arrays, or types of such.
+    `like` are arrays or types of arrays.
     """
     missing = varying_axes(*like) - _varying(x)
     return lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
 
 
-def varying_axes(*arrays: Any) -> frozenset[Any]:
-    """The manual axes of a `shard_map` over which any of these arrays, or types, varies."""
+def varying_axes(*arrays: Typed) -> frozenset[Hashable]:
+    """Return the manual axes of a `shard_map` that any of these arrays, or types, vary over."""
     return frozenset().union(*map(_varying, arrays))
 
 
-def _varying(x: Any) -> frozenset[Any]:
-    manual = getattr(_type(x), "manual_axis_type", None)  # A mere shape may have none.
+def _varying(x: Typed) -> frozenset[Hashable]:
+    manual = getattr(_type(x), "manual_axis_type", None)  # A `ShapeDtypeStruct` may have none.
     return frozenset() if manual is None else manual.varying
 
 
-def is_varying(x: Any) -> bool:
-    """Whether an array differs between the devices of a `shard_map`, by its type."""
+def is_varying(x: Typed) -> bool:
+    """Return whether an array differs between the devices of a `shard_map`, by its type."""
     return bool(_varying(x))
 
 
-def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return a context whose mesh is the one with explicit axes that `arrays` are sharded over.
+def mesh_of(arrays: Iterable[Typed]) -> AbstractContextManager[object]:
+    """Return a context that sets the mesh with explicit axes that `arrays` are sharded over.
 
-    The types of arrays name that mesh, but new arrays are only put on the mesh of the context (the
-    zeros of a loop's carry), and so are the zeros that JAX 0.12 makes to transpose an operation:
-    it does that in the context in which the operation was traced.
+    The types of arrays name that mesh, but new arrays, such as the zeros of a loop's carry, go to
+    the mesh of the context. So do the zeros that JAX 0.12 makes to transpose an operation: it makes
+    them in the context in which the operation was traced.
     """
     if not jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
@@ -167,16 +171,18 @@ def mesh_of(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
             continue
         if is_tracing():
             return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
-        if not is_tracer(x):
-            return jax.set_mesh(x.sharding.mesh)
+        if isinstance(x, jax.Array) and not is_tracer(x):
+            mesh = getattr(x.sharding, "mesh", None)
+            assert isinstance(mesh, Mesh)
+            return jax.set_mesh(mesh)
     return nullcontext()
 
 
-def no_mesh() -> AbstractContextManager[Any]:
-    """A context in which functions are traced as they are without a mesh around."""
+def no_mesh() -> AbstractContextManager[object]:
+    """Return a context in which functions are traced as if no mesh were set."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def _type(x: Any) -> Any:
-    known = jax.ShapeDtypeStruct | jax.core.AbstractValue
+def _type(x: Typed) -> Any:
+    known = jax.ShapeDtypeStruct | AbstractValue
     return x if isinstance(x, known) else jax.typeof(x)

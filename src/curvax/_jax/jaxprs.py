@@ -1,8 +1,8 @@
-"""Jaxprs: functions traced, read operation by operation, run again, and compared.
+"""Jaxprs: traced functions that are read equation by equation, evaluated, and compared.
 
-A program that was traced is a closed jaxpr. What its equations look like differs between versions
-of JAX: programs inside programs are found by `as_program`, the parameters of an operation by
-`parameters`. `program_key` tells whether two programs compute the same.
+A traced program is a closed jaxpr. Its equations differ between versions of JAX: `as_program` finds
+inner jaxprs, `parameters` the parameters of an operation. Two programs compute the same if their
+`program_key` is equal.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
     Set as AbstractSet,
 )
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar, final
 
 import jax.core
 import jax.numpy as jnp
@@ -26,64 +26,72 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, Sharding
 
-from curvax._jax.arrays import varying_axes
+from curvax._jax import core
+from curvax._jax.arrays import is_tracer, varying_axes
+from curvax._jax.core import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Params, Primitive, Value, Var
+from curvax._types import ArrayLike, Fun, PyTree
+
+T = TypeVar("T")
+
+OnLeaves: TypeAlias = Callable[..., list[Any]]
+"""A jaxpr as a function of leaves: values in, a list of values out."""
 
 
-def _core() -> Any:
-    from jax.extend import core  # It loads much that is not needed otherwise.
-
-    return core
-
-
-def operation_name(equation: Any) -> str:
+def operation_name(equation: JaxprEqn) -> str:
     """Return the name of an equation's operation, as reports print it."""
     high = equation.params.get("_prim")
     return equation.primitive.name if high is None else type(high).__name__
 
 
-def parameters(equation: Any) -> dict[str, Any]:
+def parameters(equation: JaxprEqn) -> Params:
     """Return the static parameters of an equation's operation, wherever this JAX keeps them."""
-    return _own_parameters(equation.params)
+    return _unwrapped(equation.params)
 
 
-def _own_parameters(params: dict[str, Any]) -> dict[str, Any]:
+def _unwrapped(params: Params) -> Params:
     # With `jax_remat3` and the like, all such operations are one primitive, `call_hi_primitive`,
     # whose only parameter is the operation.
     high = params.get("_prim")
     return params if high is None else high.params
 
 
-def as_program(x: Any) -> tuple[Any, Sequence[Any]] | None:
-    """`x` as a jaxpr and its constants if it is one, closed or not; else None.
+class Program(NamedTuple):
+    """A jaxpr and its constants, whichever class holds them in this version of JAX."""
 
-    Programs inside programs are found by it wherever an operation's parameters keep them.
+    jaxpr: Jaxpr
+    consts: Sequence[Value]
+
+
+def as_program(x: object) -> Program | None:
+    """Return a jaxpr and its constants if `x` is a jaxpr, closed or not; else None.
+
+    This finds inner jaxprs, whatever the name and the form in which parameters hold them.
     """
-    core = _core()
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
-    if isinstance(x, core.ClosedJaxpr):
-        return x.jaxpr, x.consts
-    return (x, ()) if isinstance(x, core.Jaxpr) else None
+    if isinstance(x, ClosedJaxpr):
+        return Program(x.jaxpr, x.consts)
+    return Program(x, ()) if isinstance(x, Jaxpr) else None
 
 
-def as_function(program: Any) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function of leaves."""
+def as_function(program: ClosedJaxpr) -> OnLeaves:
+    """Return a closed jaxpr as a function of leaves."""
     return lambda *leaves: jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
 
 
-def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
-    """A jaxpr with its constants."""
-    return _core().ClosedJaxpr(jaxpr, list(consts))
+def closed(jaxpr: Jaxpr, consts: Sequence[Value]) -> ClosedJaxpr:
+    """Return a jaxpr closed over constants."""
+    return ClosedJaxpr(jaxpr, list(consts))
 
 
-def is_literal(x: Any) -> bool:
-    """Whether what an operation reads is a value written into the program, not a variable."""
-    return isinstance(x, _core().Literal)
+def is_literal(x: object) -> TypeGuard[core.Literal]:
+    """Return whether an operand is a literal, not a variable."""
+    return isinstance(x, core.Literal)
 
 
 Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
-"""What an operation does with the program inside it: nothing, it has none; runs it; runs it
-again in the backward pass; has derivatives of its own for it; repeats it; or something else."""
+"""The role of an equation's inner jaxpr: there is none; it is called; it is rematerialised in the
+backward pass; it has a derivative rule; it is the body of a scan; or something else."""
 
 
 _KINDS: dict[str, tuple[Kind, str]] = {
@@ -93,51 +101,54 @@ _KINDS: dict[str, tuple[Kind, str]] = {
     "custom_jvp_call": ("custom", "call_jaxpr"),
     "custom_vjp_call": ("custom", "call_jaxpr"),
     "scan": ("scan", "jaxpr"),
-    "RematTraced": ("checkpoint", "jaxpr"),  # This and the next ones: see `_own_parameters`.
+    "RematTraced": ("checkpoint", "jaxpr"),  # These three: see `_unwrapped`.
     "CustomJVPTraced": ("custom", "traced"),
     "CustomVJPTraced": ("custom", "traced"),
 }
 
 
-def inner_program(equation: Any) -> tuple[Kind, Any]:
-    """The kind of an equation, and the closed program that belongs to that kind.
+def inner_program(equation: JaxprEqn) -> tuple[Kind, ClosedJaxpr | None]:
+    """Return the kind of an equation, and the inner jaxpr that belongs to it.
 
-    A program that does not take what the equation reads is of no known kind: it is opaque.
+    There is one for "call", "checkpoint", "custom" and "scan". An equation whose inner jaxpr does
+    not take its operands is "opaque".
     """
     kind, key = _KINDS.get(operation_name(equation), ("opaque", None))
     params = parameters(equation)
     program = None if key is None else as_program(params[key])
-    if program is not None and len(program[0].invars) == len(equation.invars):
+    if program is not None and len(program.jaxpr.invars) == len(equation.invars):
         return kind, closed(*program)
     return ("opaque" if any(map(_holds_program, params.values())) else "plain"), None
 
 
-def reads_reference(equation: Any) -> bool:
-    """Whether an operation reads or writes a mutable array, as those of `jax.new_ref` are."""
+def reads_reference(equation: JaxprEqn) -> bool:
+    """Return whether an operation reads or writes a mutable array (`jax.new_ref`)."""
     return any(type(v.aval).__name__ == "AbstractRef" for v in equation.invars)
 
 
-def equations_inside(x: Any) -> Iterator[Any]:
-    """Yield all equations of the programs in `x`, however deep; each program is walked once.
+def equations_inside(
+    programs: ClosedJaxpr | Jaxpr | JaxprEqn | Sequence[ClosedJaxpr | Jaxpr | JaxprEqn],
+) -> Iterator[JaxprEqn]:
+    """Yield all equations of some jaxprs, at any depth; each jaxpr is visited once.
 
-    `x` is a program, an equation, or a tuple or list of these.
+    `programs` is a jaxpr, an equation, or a tuple or list of these.
     """
-    pending, seen = [x], set[int]()
+    pending, seen = list[object]([programs]), set[int]()
     while pending:
         x = pending.pop()
         if isinstance(x, tuple | list):
             pending += x
-        elif isinstance(x, _core().JaxprEqn):
+        elif isinstance(x, JaxprEqn):
             pending += parameters(x).values()
         program = as_program(x)
-        if program is not None and id(program[0]) not in seen:
-            seen.add(id(program[0]))
-            yield from program[0].eqns
-            pending += program[0].eqns
+        if program is not None and id(program.jaxpr) not in seen:
+            seen.add(id(program.jaxpr))
+            yield from program.jaxpr.eqns
+            pending += program.jaxpr.eqns
 
 
-def callback_name(equation: Any) -> str | None:
-    """The Python function that an operation calls for its result; None if it calls none."""
+def callback_name(equation: JaxprEqn) -> str | None:
+    """Return the name of the Python function that an operation calls for its result, or None."""
     name = equation.primitive.name
     if not name.endswith("_callback") or name == "debug_callback":
         return None
@@ -146,24 +157,24 @@ def callback_name(equation: Any) -> str | None:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-def _holds_program(x: Any) -> bool:
+def _holds_program(x: object) -> bool:
     return any(map(_holds_program, x)) if isinstance(x, tuple | list) else as_program(x) is not None
 
 
 class ScanForm(NamedTuple):
-    """How a scan is put together: the first inputs are constants, the next the carry."""
+    """The layout of a scan's operands (constants, then the carry, then `xs`) and its options."""
 
     num_consts: int
     num_carry: int
     length: int
     reverse: bool
-    unroll: Any
+    unroll: int | bool
 
     @classmethod
-    def of(cls, equation: Any) -> "ScanForm":
-        """The form of an equation that is a scan."""
+    def of(cls, equation: JaxprEqn) -> "ScanForm":
+        """Return the form of an equation that is a scan."""
         params = equation.params
-        if "ft_in" in params:  # JAX 0.11: the inputs as three groups, the outputs as two.
+        if "ft_in" in params:  # Since JAX 0.11, operands are in three groups, outputs in two.
             consts, carry, _ = params["ft_in"].unpack()
             num_consts, num_carry = len(consts), len(carry)
         else:
@@ -171,81 +182,83 @@ class ScanForm(NamedTuple):
         return cls(num_consts, num_carry, params["length"], params["reverse"], params["unroll"])
 
 
-def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, checkpointed as the equation is."""
+def checkpointed(equation: JaxprEqn, fun: Callable[..., T]) -> Callable[..., T]:
+    """Apply `jax.checkpoint` to `fun`, with the options of a checkpoint equation."""
     params = parameters(equation)
-    prevent_cse = params.get("prevent_cse", True)  # A flag, or one for each input.
+    prevent_cse = params.get("prevent_cse", True)  # A flag, or one for each operand.
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
     return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=params["policy"])
 
 
-def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """What an equation of a jaxpr computes from other inputs than those it was traced with."""
+def run_equation(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Any]:
+    """Evaluate an equation of a jaxpr for these inputs."""
     with equation.ctx.manager:
-        return _bound(equation.primitive, inputs, equation.params)
+        return _bind(equation.primitive, inputs, equation.params)
 
 
-def _bound(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def _bind(primitive: Primitive, inputs: Sequence[Value], params: Params) -> list[Any]:
     results = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 
-def run_now(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
-    """What an equation computes, also while something else is traced; None if that cannot be."""
-    if equation.effects or any(isinstance(x, jax.core.Tracer) for x in inputs):
+def run_now(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Any] | None:
+    """Evaluate an equation eagerly, even under a trace; None if an input is a tracer."""
+    if equation.effects or any(map(is_tracer, inputs)):
         return None
-    if equation.primitive.name in ("pvary", "pcast"):  # They change types, inside of `shard_map`.
+    if equation.primitive.name in ("pvary", "pcast"):  # They only change types, in `shard_map`.
         return list(inputs)
-    # Inside `shard_map`, what is made is on the devices of a mesh. Here it is a mere value.
+    # Equations under `shard_map` name the devices of a mesh. The value needs none.
     params = {k: None if isinstance(x, Sharding) else x for k, x in equation.params.items()}
-    nowhere = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with equation.ctx.manager, nowhere, jax.ensure_compile_time_eval():
-        return _bound(equation.primitive, inputs, params)
+    without_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with equation.ctx.manager, without_mesh, jax.ensure_compile_time_eval():
+        return _bind(equation.primitive, inputs, params)
 
 
-def function_name(equation: Any) -> str:
-    """The name of the function that an equation with a program inside was made from."""
+def function_name(equation: JaxprEqn) -> str:
+    """Return the name of the Python function that an equation's inner jaxpr was traced from."""
     _, inner = inner_program(equation)
     info = getattr(getattr(inner, "jaxpr", None), "debug_info", None)
     name = parameters(equation).get("name", operation_name(equation))
     return getattr(info, "func_name", None) or name
 
 
-def passes_through(params: dict[str, Any]) -> bool:
-    """Whether an operation is a function with custom derivatives that computes nothing."""
+def passes_through(params: Params) -> bool:
+    """Return whether an operation has a derivative rule but no equations: an identity."""
     called = _called(params)
     return called is not None and not called.eqns
 
 
-def returns_complex(primitive: Any, avals: Iterable[Any], params: dict[str, Any]) -> bool:
-    """Whether an operation puts out complex numbers, for operands of these types."""
+def returns_complex(
+    primitive: Primitive, avals: Iterable[core.AbstractValue], params: Params
+) -> bool:
+    """Return whether an operation has complex outputs, for operands of these types."""
     called = _called(params)
     if called is not None:
         outputs = [v.aval for v in called.outvars]
     else:
         outputs, _ = primitive.abstract_eval(*avals, **params)
         outputs = outputs if primitive.multiple_results else [outputs]
-    dtypes = [x.dtype for x in outputs if hasattr(x, "dtype")]
-    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+    dtypes = [getattr(x, "dtype", None) for x in outputs]
+    return any(x is not None and jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
 
 
-def _called(params: dict[str, Any]) -> Any:
-    """The jaxpr of a function with custom derivatives, if these are the parameters of one."""
-    params = _own_parameters(params)
+def _called(params: Params) -> Jaxpr | None:
+    """Return the jaxpr of a function with a derivative rule, if these are its parameters."""
+    params = _unwrapped(params)
     program = as_program(params.get("call_jaxpr", params.get("traced")))
-    return None if program is None else program[0]
+    return None if program is None else program.jaxpr
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`fun` traced once and for all, for arguments like these: arrays, or their shapes.
+def trace(fun: Callable[..., T], *args: PyTree) -> Callable[..., T]:
+    """Trace `fun` for arguments like these, arrays or shapes; return the traced function.
 
-    The result is called like `fun`. Unlike a jitted function it is never traced again, also where
-    an argument is of weak type at one time and not at another.
+    The result is called like `fun`. Unlike a jitted function, it is never traced again, not even
+    for an argument of another weak type.
     """
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 
-    def traced(*args: Any) -> Any:
+    def traced(*args: PyTree) -> T:
         leaves = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(structure, leaves)
 
@@ -253,33 +266,33 @@ def trace(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def trace_change(
-    fun: Callable[..., Any], state: Any
-) -> tuple[Callable[[Sequence[Any]], list[Any]], list[bool]]:
-    """`fun(state)` traced once, as a function of leaves, and which of these it changes at all."""
+    fun: Callable[[T], T], state: T
+) -> tuple[Callable[[Sequence[Value]], list[Any]], list[bool]]:
+    """Trace `fun(state)`. Return it as a function of leaves, and which leaves it changes."""
     program = jax.make_jaxpr(fun)(state)
     pairs = zip(program.jaxpr.outvars, program.jaxpr.invars, strict=True)
     changed = [after is not before for after, before in pairs]
 
-    def traced(leaves: Sequence[Any]) -> list[Any]:
+    def traced(leaves: Sequence[Value]) -> list[Any]:
         return jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
 
     return traced, changed
 
 
-def untraced(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` as a function that JAX has never seen.
+def untraced(fun: Callable[..., T]) -> Callable[..., T]:
+    """Return a new function equal to `fun`, for which JAX has nothing cached.
 
-    `jax.make_jaxpr`, `jax.eval_shape` and `jax.checkpoint` keep what they traced for a function,
-    and would not notice that something which it reads has changed since.
+    `jax.make_jaxpr`, `jax.eval_shape` and `jax.checkpoint` cache traces by function, and would miss
+    a change of what the function reads.
     """
     return lambda *args: fun(*args)
 
 
-def trace_with_constants(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """`fun` traced for arguments like these, as a closed jaxpr, and the shapes of its result.
+def trace_with_constants(fun: Fun, *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+    """Trace `fun` for arguments like these. Return a closed jaxpr, and the shapes of its outputs.
 
-    Its constants, what the function closed over, are arrays, or tracers of the transformation in
-    which this is called. Those of jitted functions that it calls are among them, unless they are
+    Its constants are what the function closes over: arrays, or tracers of the transformation in
+    which this is called. They include those of jitted functions that it calls, unless these are
     small. See `with_constants`.
     """
     program, shapes = jax.make_jaxpr(untraced(fun), return_shape=True)(*args)
@@ -289,31 +302,31 @@ def trace_with_constants(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]
     return program, shapes
 
 
-# Constants of jitted functions inside a traced one. JAX keeps them in the equation that calls the
-# function, out of reach. Such calls are inlined, also inside `checkpoint` and `scan`.
+# Constants of jitted functions that a traced function calls. JAX keeps them in the inner jaxpr of
+# the call, where they cannot be arguments. Such calls are inlined, also in `checkpoint` and `scan`.
 
 SMALL_BYTES = 2**16
-"""Constants that take less stay where they are: they make no difference to a memory budget."""
+"""Smaller constants stay in inner jaxprs: they make no difference to a memory budget."""
 
 
-def _hides_constants(equation: Any) -> bool:
-    """Whether a call has large constants, in itself or in what it calls."""
+def _hides_constants(equation: JaxprEqn) -> bool:
+    """Return whether a call has large constants, at any depth."""
     kind, inner = inner_program(equation)
-    if kind not in ("call", "checkpoint", "scan") or _says_shardings(equation):
+    if inner is None or kind == "custom" or _has_shardings(equation):
         return False
     large = any(getattr(const, "nbytes", 0) >= SMALL_BYTES for const in inner.consts)
     return large or any(map(_hides_constants, inner.jaxpr.eqns))
 
 
-def _says_shardings(equation: Any) -> bool:
-    """Whether a jitted function was given shardings, which inlining would lose."""
+def _has_shardings(equation: JaxprEqn) -> bool:
+    """Return whether a jitted function has explicit shardings, which inlining would lose."""
     names = "in_shardings", "out_shardings"
-    given = [each for name in names for each in equation.params.get(name, ())]
-    return any(type(each).__name__ != "UnspecifiedValue" for each in given)
+    given = [sharding for name in names for sharding in equation.params.get(name, ())]
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in given)
 
 
-def _run_hoisted(program: Any, leaves: Sequence[Any]) -> list[Any]:
-    """Run a closed jaxpr with those calls inlined that hide constants."""
+def _run_hoisted(program: ClosedJaxpr, leaves: Sequence[Value]) -> list[Any]:
+    """Evaluate a closed jaxpr, inlining the calls that hide constants."""
     jaxpr = program.jaxpr
     variables = [*jaxpr.constvars, *jaxpr.invars]
     values = dict(zip(variables, [*program.consts, *leaves], strict=True))
@@ -325,9 +338,10 @@ def _run_hoisted(program: Any, leaves: Sequence[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _run_entered(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Run an equation whose program hides constants."""
+def _run_entered(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Any]:
+    """Evaluate an equation whose inner jaxpr hides constants."""
     kind, inner = inner_program(equation)
+    assert inner is not None
     if kind == "call":
         return _run_hoisted(inner, inputs)
     if kind == "checkpoint":
@@ -336,23 +350,24 @@ def _run_entered(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     consts, rest = inputs[: form.num_consts], inputs[form.num_consts :]
     init, xs = list(rest[: form.num_carry]), list(rest[form.num_carry :])
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Value], x: list[Value]) -> tuple[list[Value], list[Value]]:
         outputs = _run_hoisted(inner, [*consts, *carry, *x])
         return outputs[: form.num_carry], outputs[form.num_carry :]
 
-    options: Any = {"length": form.length, "reverse": form.reverse, "unroll": form.unroll}
-    carry, ys = jax.lax.scan(step, init, xs, **options)
+    carry, ys = jax.lax.scan(
+        step, init, xs, length=form.length, reverse=form.reverse, unroll=form.unroll
+    )
     return [*carry, *ys]
 
 
-def with_constants(program: Any) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function of constants like its own, then of leaves; to leaves."""
+def with_constants(program: ClosedJaxpr) -> OnLeaves:
+    """Return a closed jaxpr as a function of its constants, followed by its leaves."""
     jaxpr, count = program.jaxpr, len(program.consts)
     return lambda *leaves: jax.core.eval_jaxpr(jaxpr, leaves[:count], *leaves[count:])
 
 
-def tracing_context() -> Any:
-    """What besides its arguments decides how a function is traced; to be compared only."""
+def tracing_context() -> Hashable:
+    """Return a key for the settings that tracing depends on, besides a function's arguments."""
     settings: Any = jax.config
     mesh = jax.sharding.get_abstract_mesh()
     names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "default_prng_impl")
@@ -360,20 +375,22 @@ def tracing_context() -> Any:
     return default_device(), mesh, *(getattr(settings, f"jax_{name}", None) for name in names)
 
 
-def call_key(leaves: Sequence[Any]) -> Any:
-    """What decides how a function of these arrays is traced; to be compared only."""
+def call_key(leaves: Sequence[ArrayLike]) -> Hashable:
+    """Return a key for all that tracing a function of these arrays depends on."""
     kinds = tuple((jnp.shape(x), jnp.result_type(x), varying_axes(x)) for x in leaves)
     return kinds, tracing_context()
 
 
 @functools.cache
-def true_account(platform: str) -> dict[str, Any]:
-    """Compiler options with which a compiled program tells all the memory it needs.
+def true_account(platform: str) -> dict[str, str | bool]:
+    """Return compiler options with which `memory_analysis` accounts for all memory.
 
-    On CPU, XLA may turn a chain of matrix products into one library call whose scratch memory is in
-    no account. A version that does not know the option is left as it is.
+    On CPU, XLA may fuse a chain of matrix products into one library call, whose scratch memory
+    `memory_analysis` leaves out. There are no options for a version that does not know this one.
     """
-    options: Any = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    options: dict[str, str | bool] = {
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    }
     if platform != "cpu":
         return {}
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -385,7 +402,7 @@ def true_account(platform: str) -> dict[str, Any]:
 
 
 def is_bound(axis_name: str) -> bool:
-    """Whether there is a mapped axis of this name around."""
+    """Return whether an axis of this name is bound, by `vmap` or `shard_map`."""
     try:
         jax.lax.axis_size(axis_name)
     except NameError:
@@ -393,13 +410,14 @@ def is_bound(axis_name: str) -> bool:
     return True
 
 
-def kept_as_call(outputs: Any) -> Any:
-    """What a jitted function returned, which then stays a function in the compiled program."""
-    return set_xla_metadata(outputs, inlineable="false")
+def kept_as_call(outputs: T) -> T:
+    """Mark the outputs of a jitted function, so that XLA does not inline it."""
+    marked: Any = set_xla_metadata(outputs, inlineable="false")
+    return marked
 
 
 def default_device() -> Any:
-    """The device on which JAX computes by default."""
+    """Return the device that JAX computes on by default."""
     settings: Any = jax.config
     device = settings.jax_default_device  # A device, the name of a platform, or None.
     if device is None or isinstance(device, str):
@@ -407,111 +425,110 @@ def default_device() -> Any:
     return device
 
 
-def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Jit `fun` so that it is traced once, and its operations join the program that calls it."""
-    inline = getattr(jax, "Inline", None)  # Since 0.11 there are several ways.
+def inlined(fun: Callable[..., T]) -> Callable[..., T]:
+    """Jit `fun` so that it is traced once, and inlined into the jaxpr of its caller."""
+    inline = getattr(jax, "Inline", None)  # An enum since 0.11.
     return jax.jit(fun, inline=True if inline is None else inline.JAX_EARLY)
 
 
-def is_jitted(fun: Any) -> bool:
-    """Whether a function comes from `jax.jit`."""
+def is_jitted(fun: object) -> bool:
+    """Return whether a function was made by `jax.jit`."""
     return all(hasattr(fun, name) for name in ("trace", "lower", "__wrapped__"))
 
 
-def unjitted(fun: Any) -> Callable[..., Any]:
-    """The function that `jax.jit` was applied to, if it was, else the function itself.
+def unjitted(fun: Fun) -> Fun:
+    """Return the function that `jax.jit` was applied to, or `fun` itself.
 
-    What a jitted function closes over stays inside it, out of reach for `trace_with_constants`.
+    The constants of a jitted function stay in an inner jaxpr; see `trace_with_constants`.
     """
-    return unjitted(fun.__wrapped__) if is_jitted(fun) else fun
+    return unjitted(getattr(fun, "__wrapped__", fun)) if is_jitted(fun) else fun
 
 
-def has_effects(fun: Callable[[], Any]) -> bool:
-    """Whether a function does anything besides computing its result, by its trace."""
+def has_effects(fun: Callable[[], PyTree]) -> bool:
+    """Return whether the trace of a function has side effects."""
     return bool(jax.make_jaxpr(fun)().effects)
 
 
-# Keys of traced programs: equal only where two jaxprs compute the same, operation by operation.
+# Keys of traced programs: equal only if two jaxprs compute the same, operation by operation.
 #
-# A compiled program may be used again only for a function that is still what it was. Python cannot
-# tell whether it is: a method may read attributes that have changed, a closure a variable that was
-# assigned to. So a function is traced again, and its jaxpr compared. Variables count by the order
-# in which they appear, literals with all their bits (`0.0` is not `-0.0`), numbers by type (`1` is
-# not `True`). The constants of the program itself do not count, only their types, since a compiled
-# program takes them as arguments; those of programs inside it are built in, and do count.
+# A compiled program may be reused only for a function that still computes the same. Python cannot
+# decide that: a method may read an attribute that has changed, a closure a variable that was
+# reassigned. So the function is traced again, and its jaxpr is compared. Variables are compared by
+# the order in which they appear, literals by their bits (`0.0` is not `-0.0`), numbers by type (`1`
+# is not `True`). For the constants of the program itself only their types are compared, since a
+# compiled program takes them as arguments; constants of inner jaxprs are part of the program.
 #
-# Two kinds of Python functions are part of a program. A *callback* is called while the compiled
+# Two kinds of Python functions occur in a program. A *callback* is called while the compiled
 # program runs. It is compared as a function: by its code and by what it closes over. A *derivative
-# rule* is called while derivatives are traced, and may read anything then. JAX's own rules are
-# known to read nothing that changes; of any other nothing is known before it has been traced.
+# rule* is called while derivatives are traced, and may read anything then. The rules in JAX itself
+# read nothing that changes. What any other rule does is unknown until it is traced.
 
 
-def program_key(program: Any, *, differentiated: bool) -> Hashable | None:
-    """A key for a closed jaxpr, without the values of its constants.
+def program_key(program: ClosedJaxpr, *, differentiated: bool) -> Hashable | None:
+    """Return a key for a closed jaxpr, without the values of its constants.
 
-    Args:
-        program: the closed jaxpr.
-        differentiated: whether it will be differentiated, so that derivative rules count, or only
-            be compiled as it is.
+    Arguments:
+        program: The closed jaxpr.
+        differentiated: Whether it will be differentiated, so that its derivative rules matter, or
+            only be compiled as it is.
 
     Returns:
-        Something that equals what another program gives if both compute the same from constants
-        and arguments. None if a derivative rule in it is a Python function that is not JAX's own.
+        A key that equals that of another program only if both compute the same from constants and
+        arguments. None if a derivative rule in it is a Python function that is not part of JAX.
     """
-    jaxpr, _ = as_program(program) or (program, ())
     try:
-        return _Keys(differentiated).jaxpr(jaxpr)
+        return _Keys(differentiated).jaxpr(program.jaxpr)
     except _UnknownRule:
         return None
 
 
 class _UnknownRule(Exception):
-    """A derivative rule whose results cannot be known without tracing it."""
+    """A derivative rule that must be traced to know what it does."""
 
 
 class _Keys:
-    """Keys for what is in a program."""
+    """Keys of the parts of a program."""
 
     def __init__(self, differentiated: bool) -> None:
         self._differentiated = differentiated
-        # A function that is called twice is one jaxpr in two places, and so is what it calls.
+        # By identity: a function that is called twice is one jaxpr, and so is each that it calls.
         self._known: dict[int, Hashable] = {}
 
-    def jaxpr(self, jaxpr: Any) -> Hashable:
-        """A key for a jaxpr, up to the names of its variables."""
-        numbers: dict[Any, int] = {}
+    def jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        """Return a key for a jaxpr, up to renaming of its variables."""
+        indices: dict[Var, int] = {}
 
-        def read(atom: Any) -> Hashable:
-            if is_literal(atom):
+        def read(atom: Atom) -> Hashable:
+            if isinstance(atom, core.Literal):
                 return atom.aval, self.value(atom.val)
-            return numbers[atom]
+            return indices[atom]
 
-        def written(variable: Any) -> Hashable:
-            numbers[variable] = len(numbers)
+        def written(variable: Var) -> Hashable:
+            indices[variable] = len(indices)
             return variable.aval
 
-        inputs = [tuple(map(written, of)) for of in (jaxpr.constvars, jaxpr.invars)]
+        inputs = [tuple(map(written, group)) for group in (jaxpr.constvars, jaxpr.invars)]
         equations = []
         for eqn in jaxpr.eqns:
             is_callback = "callback" in eqn.primitive.name
             params = [(k, self._param(x, is_callback)) for k, x in parameters(eqn).items()]
             reads = tuple(map(read, eqn.invars))
-            # Contexts are interned. They have settings that change what an operation computes.
+            # A context holds settings that change what an operation computes. It is interned.
             writes = tuple(map(written, eqn.outvars))
             kind = eqn.primitive, operation_name(eqn)
             equations.append((kind, tuple(params), eqn.ctx, reads, writes))
         return (*inputs, *equations, tuple(map(read, jaxpr.outvars)))
 
-    def _param(self, x: Any, is_callback: bool) -> Hashable:
+    def _param(self, x: object, is_callback: bool) -> Hashable:
         if is_callback or not _is_function(x):
             return self.value(x)
         if not self._differentiated:
-            # It has been applied, or it will not be. What is compiled are the programs beside it.
+            # The rule has been applied already or never will be. Only jaxprs are compiled.
             return "function"
         return _rule_key(x)
 
-    def value(self, x: Any) -> Hashable:
-        """A key for anything that can be a parameter of an operation."""
+    def value(self, x: object) -> Hashable:
+        """Return a key for a parameter of an operation, of any type."""
         if x is None or type(x) in (str, int):
             return x
         if isinstance(x, bool | int | float | complex | np.generic):
@@ -524,7 +541,7 @@ class _Keys:
             return self._known[id(x)]
         if isinstance(x, jax.Array):
             return _Alive(x)
-        if hasattr(x, "dtype") and hasattr(x, "__array__"):  # NumPy's, and the values of literals.
+        if hasattr(x, "dtype") and hasattr(x, "__array__"):  # Of NumPy, or a literal.
             array = np.asarray(x)
             return "array", array.dtype, array.shape, array.tobytes()
         inside = self._inside(x)
@@ -534,8 +551,8 @@ class _Keys:
             return _Function(x)
         return value_key(x)
 
-    def _inside(self, x: Any) -> Sequence[Hashable] | None:
-        """The keys of what a container holds, or None if `x` is not one."""
+    def _inside(self, x: object) -> Sequence[Hashable] | None:
+        """Return the keys of the items of a container, or None if `x` is not one."""
         if isinstance(x, tuple | list):
             return [self.value(item) for item in x]
         if isinstance(x, AbstractSet):
@@ -549,8 +566,8 @@ class _Keys:
         return None
 
 
-def value_key(x: Any) -> Hashable:
-    """Return a key for a value: numbers by type and bits, what cannot be hashed by identity."""
+def value_key(x: object) -> Hashable:
+    """Return a key for a value: numbers by type and bits, unhashable objects by identity."""
     if isinstance(x, int):
         return type(x), int(x)
     if isinstance(x, float | complex | np.generic):
@@ -564,7 +581,7 @@ def value_key(x: Any) -> Hashable:
 
 @final
 class Same:
-    """A key that equals only one of the very same object, which it keeps alive."""
+    """A key that compares an object by identity, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -578,9 +595,9 @@ class Same:
 
 @final
 class _Alive:
-    """A key that equals only one of the very same array, and that does not keep it alive."""
+    """A key that compares an array by identity, and does not keep it alive."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: jax.Array) -> None:
         self._array, self._hash = weakref.ref(array), id(array)
 
     def __eq__(self, other: object) -> bool:
@@ -592,11 +609,11 @@ class _Alive:
 
 @final
 class _Function:
-    """A key for a Python function that equals one that does the same now.
+    """A key that compares Python functions by what they do now.
 
-    That is a function of the same code, globals and defaults that closes over the same objects, or
-    equal numbers. What they close over is looked at when they are compared, since it is then that
-    one is to be called in place of the other.
+    Two functions are equal if they have the same code, globals and defaults, and close over the
+    same objects or equal numbers. Closures are read when keys are compared, because only then is
+    one function used instead of the other.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -614,13 +631,17 @@ def _do_the_same(one: types.FunctionType, two: types.FunctionType) -> bool:
         return True
     if one.__code__ != two.__code__ or one.__globals__ is not two.__globals__:
         return False
-    # JAX does not change what its own functions close over. Of others, a list is that very list.
+    # JAX never mutates what its functions close over. Elsewhere, lists are compared by identity.
     open_containers = _is_of_jax(one.__module__)
     have_attributes = bool(vars(one) or vars(two))
     return not have_attributes and _are_same(_held_by(one), _held_by(two), open_containers)
 
 
 def _are_same(a: Any, b: Any, open_containers: bool) -> bool:
+    """Return whether two objects that functions close over are identical or equal for good.
+
+    With `open_containers`, lists and dicts are compared by their items.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
@@ -639,25 +660,25 @@ def _are_same(a: Any, b: Any, open_containers: bool) -> bool:
     return False
 
 
-def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
-    """All that a function refers to besides its globals."""
+def _held_by(function: types.FunctionType) -> tuple[object, ...]:
+    """Return all that a function refers to besides its globals."""
     keywords = sorted((function.__kwdefaults__ or {}).items())
-    contents = []
+    contents: list[object] = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
-        except ValueError:  # It has not been assigned to yet.
+        except ValueError:  # Not assigned yet.
             contents.append(None)
     return function.__defaults__ or (), tuple(keywords), *contents
 
 
-def _is_function(x: Any) -> bool:
-    """Whether `x` is called in Python: a function, or something made of one."""
+def _is_function(x: object) -> bool:
+    """Return whether `x` is a Python function, or wraps one."""
     if isinstance(x, type):
         return False
     if hasattr(x, "call_wrapped") or hasattr(x, "__wrapped__"):
         return True
-    # JAX has things that can be called and are no functions, such as a mesh.
+    # Some callables of JAX are not functions, such as a mesh.
     return callable(x) and (isinstance(x, _FUNCTIONS) or not _is_of_jax(type(x).__module__))
 
 
@@ -669,8 +690,8 @@ _FUNCTIONS = (
 )
 
 
-def _rule_key(rule: Any) -> Hashable:
-    """A key for a derivative rule of JAX's own: the code of all functions that it is made of."""
+def _rule_key(rule: object) -> Hashable:
+    """Return a key for a derivative rule of JAX: the code of all functions that it consists of."""
     found: list[Hashable] = []
     seen: set[int] = set()
     pending = [rule]
@@ -687,13 +708,13 @@ def _rule_key(rule: Any) -> Hashable:
             found.append(x if isinstance(x, str) else value_key(x))
         elif parts is None and _is_function(x):
             raise _UnknownRule
-        # What else there is are types, and where JAX will store results.
+        # Anything else is a type, or an object in which JAX stores results.
         pending += parts or ()
     return tuple(found)
 
 
-def _parts(x: Any) -> Sequence[Any] | None:
-    """What a function or a tuple is made of, or None if it is neither."""
+def _parts(x: Any) -> Sequence[object] | None:
+    """Return what a function or a tuple consists of, or None if it is neither."""
     if isinstance(x, tuple | list):
         return x
     if hasattr(x, "call_wrapped"):  # JAX's wrapper, with transformations and their arguments.

@@ -1,54 +1,62 @@
-"""Several processes that run one program, as `jax.distributed` starts them."""
+"""Communication between the processes of a multi-process program."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
+
+from curvax._types import ArrayLike
+
+T = TypeVar("T")
 
 
-def sent_by_first(value: Any) -> Any:
-    """What process 0 has for this pytree of numbers and NumPy arrays. All processes must ask.
+def sent_by_first(value: T) -> T:
+    """Return what process 0 has for this pytree of numbers and NumPy arrays.
 
-    They may do so while a program is being traced.
+    A collective: all processes must call it. They may do so while a program is being traced.
     """
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils  # Only here, as it takes long to load.
+    from jax.experimental import multihost_utils  # Imported here, because it takes long to load.
 
-    # Transformations and meshes around the caller are not around another thread.
+    # Transformations and meshes are thread-local, so another thread is free of them.
     with ThreadPoolExecutor(1) as other_thread:
         return other_thread.submit(multihost_utils.broadcast_one_to_all, value).result()
 
 
-def gathered(numbers: Any) -> Any:
-    """The numbers of all processes, an array with one row for each. All processes must ask."""
-    numbers = np.asarray(numbers)
+def gathered(numbers: ArrayLike) -> NDArray[Any]:
+    """Return the numbers of all processes, stacked along a new leading axis.
+
+    A collective: all processes must call it.
+    """
+    local = np.asarray(numbers)
     if jax.process_count() == 1:
-        return numbers[None]
+        return local[None]
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(numbers))
+    return np.asarray(multihost_utils.process_allgather(local))
 
 
 _EXCHANGES = itertools.count()
 
 
 def exchanged(text: str, seconds: float) -> list[str | None]:
-    """The texts of all processes, in order; None for those that were not asked within this time.
+    """Return the texts of all processes, in order; None for those that do not call it in time.
 
-    Devices have no part in it, so it does not matter what they do meanwhile.
+    This does not involve devices, so that it does not matter what they are computing.
     """
     if jax.process_count() == 1:
         return [text]
-    from jax._src import distributed  # There is no other way that does not wait forever.
+    from jax._src import distributed  # No public function has a timeout.
 
     client: Any = distributed.global_state.client
     key = f"curvax/{next(_EXCHANGES)}"
     client.key_value_set(f"{key}/{jax.process_index()}", text)
 
-    def told(process: int) -> str | None:
+    def received(process: int) -> str | None:
         try:
             return client.blocking_key_value_get(f"{key}/{process}", int(1000 * seconds))
         except jax.errors.JaxRuntimeError as error:
@@ -56,13 +64,13 @@ def exchanged(text: str, seconds: float) -> list[str | None]:
                 raise
             return None
 
-    return [told(process) for process in range(jax.process_count())]
+    return [received(process) for process in range(jax.process_count())]
 
 
-def gathered_whole(x: Any) -> Any:
-    """An array as it is if this process has all of it, else all of it, as an array of NumPy's.
+def gathered_whole(x: T) -> T | NDArray[Any]:
+    """Return an array that is not fully addressable as a NumPy array, gathered; others as they are.
 
-    All processes must ask.
+    A collective: all processes must call it.
     """
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
@@ -72,7 +80,7 @@ def gathered_whole(x: Any) -> Any:
 
 
 def wait_for_all(name: str) -> None:
-    """Wait until all processes are here. Those that wait are stopped if one of them dies."""
+    """Wait until all processes call this. If one of them dies, JAX stops those that wait."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

@@ -1,14 +1,15 @@
-"""The terms of all blocks at some arguments of a function: backward passes, and what is summed.
+"""Sums of the terms of all blocks over the backward passes of an estimation mode.
 
-The function runs forward once, however many passes a mode takes. In each pass the blocks' sums over
-layers are computed on the way back, turned into terms, and added up. What says that it depends on
-the inputs of layers alone (`Sums.of_inputs`) is computed once.
+The function runs forward once, however many backward passes a mode takes. Each pass computes the
+statistics of the layers on its way back; `CurvatureBlock.terms` maps them to quantities that can be
+added over passes. Statistics that depend on the inputs of layers alone (`Sums.of_inputs`) are
+computed once.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +18,43 @@ from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import CurvatureBlock
+from curvax.curvature.blocks.base import BlockState, CurvatureBlock
 from curvax.curvature.blocks.data import given_data
-from curvax.curvature.estimation_modes import Sweep, sum_over_devices, sweeps
+from curvax.curvature.estimation_modes import Cotangents, Index, Sweep, sum_over_devices, sweeps
 from curvax.layers.detection.layers import Layer, TaggedUse
 from curvax.layers.tracing.layer_inputs import layer_data_at
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
-from curvax.layers.tracing.statistics import Sums, statistics_at
+from curvax.layers.tracing.statistics import Statistic, Sums, statistics_at
 from curvax.layers.use import LayerUse
 
 
 class AverageUpdate(NamedTuple):
-    """How an estimate enters the moving averages of blocks.
+    """The weights with which an estimate enters the moving averages of blocks.
 
     Attributes:
-        ema_old: what the averages so far are multiplied with.
-        ema_new: the weight of the new estimate.
-        batch_size: the number of examples.
-        axis_name: the name of a mapped axis of devices to average over, if there is one.
+        ema_old: Factor of the averages so far.
+        ema_new: Weight of the new estimate.
+        batch_size: Number of examples, on each device.
+        axis_name: Name of a mapped axis of devices to average over, or None.
     """
 
     ema_old: ArrayLike
     ema_new: ArrayLike
     batch_size: ArrayLike
     axis_name: str | None
+
+
+class TermSums(NamedTuple):
+    """Sums over backward passes.
+
+    Attributes:
+        terms: The sum of the terms of each block; empty for blocks with `sums_batch`.
+        batch_sums: For each sweep and block, the sums of its passes, along a leading axis; empty
+            for blocks without `sums_batch`.
+    """
+
+    terms: list[Sums]
+    batch_sums: list[list[Sums]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +69,26 @@ class Layers:
         """The uses of each layer."""
         return [layer.uses for layer in self.at.processed.layers]
 
-    def rule(self, states: Sequence[Any]) -> Any:
-        """What `layer_statistics` computes, for blocks in these states."""
-        layers = self.at.processed.layers
-        numbers = {layer: number for number, layer in enumerate(layers)}
+    def rule(
+        self, states: Sequence[BlockState | None]
+    ) -> Callable[[Layer, TaggedUse], Mapping[Hashable, Statistic]]:
+        """Return the rule for `layer_statistics`: the statistics of blocks in these states."""
+        indices = {layer: index for index, layer in enumerate(self.at.processed.layers)}
 
-        def rule(layer: Layer, tag: TaggedUse) -> Any:
-            number = numbers[layer]
-            return self.blocks[number].statistics(tag.use, layer.uses, states[number])
+        def rule(layer: Layer, tag: TaggedUse) -> Mapping[Hashable, Statistic]:
+            index = indices[layer]
+            return self.blocks[index].statistics(tag.use, layer.uses, states[index])
 
         return rule
 
 
-def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index: int) -> LossMap:
-    """The function at these arguments, with gradients of each device's own examples.
+def local_loss_map(
+    traced: TracedFunction, func_args: Sequence[PyTree], params_index: int
+) -> LossMap:
+    """Return the function at these arguments, with gradients of the local examples only.
 
-    Inside a `shard_map`, gradients of what is the same on all devices are sums over these.
+    Under `shard_map`, gradients of replicated values are summed over devices. So parameters are
+    marked as varying like the other arguments.
     """
     leaves = jax.tree.leaves(tuple(func_args))
     args = list(func_args)
@@ -81,22 +99,22 @@ def at_devices(traced: TracedFunction, func_args: Sequence[PyTree], params_index
 
 
 def sum_of_terms(
-    layers: Layers, states: Sequence[Any], mode: str, drawn: Sequence[Array]
-) -> tuple[list[Sums], list[Any]]:
-    """The sums over all passes of the terms of each block.
+    layers: Layers, states: Sequence[BlockState | None], mode: str, randomness: Sequence[Array]
+) -> TermSums:
+    """Return the sums of the blocks' terms over all backward passes of a mode.
 
-    Blocks whose terms are of the sum over the whole batch have none; instead, second, there are
-    their sums in each pass, or the gradient of their parameters.
+    Blocks with `sums_batch` have terms of sums over the global batch. These are not known here: in
+    place of their terms there are the sums themselves, or the gradient of their parameters.
     """
     at, blocks, uses = layers.at, layers.blocks, layers.uses
     operands, pull_back = statistics_at(at, layers.rule(states))
-    passes = [sweep for sweep in sweeps(at, operands, mode, drawn) if sweep.count]
+    passes = [sweep for sweep in sweeps(at, operands, mode, randomness) if sweep.count]
 
-    def compute(cotangents: Any) -> tuple[list[Sums], list[Sums]]:
-        found, gradient = pull_back(cotangents)
+    def compute(cotangents: Cotangents) -> tuple[list[Sums], list[Sums]]:
+        sums_of_layers, gradient = pull_back(cotangents)
         leaves = jax.tree.leaves(gradient)
         terms, batch_sums = [Sums()] * len(blocks), [Sums()] * len(blocks)
-        for n, (block, sums) in enumerate(zip(blocks, found, strict=True)):
+        for n, (block, sums) in enumerate(zip(blocks, sums_of_layers, strict=True)):
             if block.sums_batch:
                 params = [leaves[k] for k in at.processed.layers[n].params]
                 batch_sums[n] = Sums(of_cotangents=sums.of_cotangents or params)
@@ -106,74 +124,84 @@ def sum_of_terms(
 
     if len(passes) == 1 and passes[0].count == 1:
         terms, batch_sums = compute(passes[0].cotangents(0))
-        return terms, [jax.tree.map(lambda x: x[None], batch_sums)]
-    once, _ = compute([tuple(jnp.zeros_like(x) for x in each) for each in operands[0]])
+        return TermSums(terms, [jax.tree.map(lambda x: x[None], batch_sums)])
+    of_inputs, _ = compute([tuple(jnp.zeros_like(x) for x in each) for each in operands[0]])
 
-    def of_cotangents(cotangents: Any) -> tuple[list[Any], list[Sums]]:
+    def of_cotangents(cotangents: Cotangents) -> tuple[list[PyTree], list[Sums]]:
         terms, batch_sums = compute(cotangents)
         return [each.of_cotangents for each in terms], batch_sums
 
-    totals, batch_sums = zip(
-        *(_over_columns(of_cotangents, sweep) for sweep in passes), strict=True
-    )
+    totals, batch_sums = zip(*(_sum_sweep(of_cotangents, sweep) for sweep in passes), strict=True)
     total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), totals)
-    pairs = zip(once, total, strict=True)
-    return [each._replace(of_cotangents=own) for each, own in pairs], list(batch_sums)
+    terms = [
+        terms._replace(of_cotangents=summed) for terms, summed in zip(of_inputs, total, strict=True)
+    ]
+    return TermSums(terms, list(batch_sums))
 
 
 def with_batch_terms(
-    layers: Layers,
-    states: Sequence[Any],
-    terms: Sequence[Sums],
-    batch_sums: Sequence[Any],
-    axis_name: str | None,
+    layers: Layers, states: Sequence[BlockState | None], sums: TermSums, axis_name: str | None
 ) -> list[Sums]:
-    """The terms of all blocks, also of those that are of sums over the batch of all devices."""
-    found, batch_sums = list(terms), sum_over_devices(list(batch_sums), axis_name)
-    for number, block in enumerate(layers.blocks):
+    """Return the terms of all blocks; those with `sums_batch` sum over the batch of all devices."""
+    terms, batch_sums = list(sums.terms), sum_over_devices(sums.batch_sums, axis_name)
+    for index, block in enumerate(layers.blocks):
         if not block.sums_batch:
             continue
-        uses, state = layers.uses[number], states[number]
-        of_pass = lambda sums, b=block, s=uses, own=state: b.terms(sums, s, own)
-        each = [jax.vmap(of_pass)(sums[number]) for sums in batch_sums]
-        summed = [jax.tree.map(lambda x: jnp.sum(x, 0), own) for own in each]
-        found[number] = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *summed)
-    return found
+        uses, state = layers.uses[index], states[index]
+        of_pass = lambda sums, b=block, u=uses, s=state: b.terms(sums, u, s)
+        of_sweeps = [jax.vmap(of_pass)(each[index]) for each in batch_sums]
+        summed = [jax.tree.map(lambda x: jnp.sum(x, 0), each) for each in of_sweeps]
+        terms[index] = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *summed)
+    return terms
 
 
-def updated_by_data(
+def update_from_layer_data(
     layers: Layers,
-    states: Sequence[Any],
+    states: Sequence[BlockState | None],
     mode: str,
-    drawn: Sequence[Array],
+    randomness: Sequence[Array],
     num_passes: int,
     update: AverageUpdate,
-) -> list[Any]:
-    """The states of all blocks after they were given the data of their layers, in each pass.
+) -> list[BlockState | None]:
+    """Return the states of all blocks, each updated with the data of its layer in every pass.
 
-    Averages over all passes of what is larger by their number are the sums that are wanted.
+    This calls `update_curvature_matrix_estimate`, which users may override. The wanted estimate is
+    the sum over passes, but averages are what blocks keep. So cotangents are scaled by
+    `sqrt(num_passes)`: the average of the scaled estimates is the sum.
     """
     at, blocks = layers.at, layers.blocks
     operands, vjp = layer_data_at(at)
-    old, new, batch_size, pmap_axis_name = update
     scale = num_passes**0.5
 
-    def step(states: Sequence[Any], cotangents: Any, old: ArrayLike) -> list[Any]:
+    def step(
+        states: Sequence[BlockState | None], cotangents: Cotangents, ema_old: ArrayLike
+    ) -> list[BlockState | None]:
         scaled = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), cotangents)
-        found = []
+        updated = []
         for block, state, data, uses in zip(blocks, states, vjp(scaled), layers.uses, strict=True):
-            given = given_data(data, uses, batch_size)
-            own = jax.tree.map(lambda x: x, state)  # A user's block may change it in place.
-            rest = (old, new / num_passes, batch_size, pmap_axis_name)
-            found.append(block.update_curvature_matrix_estimate(own, given, *rest))
-        return found
+            given = given_data(data, uses, update.batch_size)
+            copied = jax.tree.map(lambda x: x, state)  # The user's method may mutate its argument.
+            updated.append(
+                block.update_curvature_matrix_estimate(
+                    copied,
+                    given,
+                    ema_old,
+                    update.ema_new / num_passes,
+                    update.batch_size,
+                    update.axis_name,
+                )
+            )
+        return updated
 
-    done: ArrayLike = 0
-    for sweep in sweeps(at, operands, mode, drawn):
+    done = 0
+    for sweep in sweeps(at, operands, mode, randomness):
 
-        def body(states: Any, k: Any, sweep: Any = sweep, done: Any = done) -> tuple[Any, None]:
-            first = (k == 0) & (done == 0)
-            return step(states, sweep.cotangents(k), jnp.where(first, old, 1.0)), None
+        def body(
+            states: Sequence[BlockState | None], k: Index, sweep: Sweep = sweep, done: int = done
+        ) -> tuple[list[BlockState | None], None]:
+            is_first = (k == 0) & (done == 0)
+            ema_old = jnp.where(is_first, update.ema_old, 1.0)
+            return step(states, sweep.cotangents(k), ema_old), None
 
         if sweep.count == 1:
             states, _ = body(states, 0)
@@ -183,8 +211,10 @@ def updated_by_data(
     return list(states)
 
 
-def _over_columns(compute: Any, sweep: Sweep) -> tuple[Any, Any]:
-    """Return sums over all passes of terms, and the sums that are kept of each."""
+def _sum_sweep(
+    compute: Callable[[Cotangents], tuple[list[PyTree], list[Sums]]], sweep: Sweep
+) -> tuple[list[PyTree], list[Sums]]:
+    """Return the sum of terms over the passes of a sweep, and the batch sums of each pass."""
     of_pass = lambda k: compute(sweep.cotangents(k))
     if sweep.count == 1:
         terms, sums = of_pass(0)
@@ -192,7 +222,7 @@ def _over_columns(compute: Any, sweep: Sweep) -> tuple[Any, Any]:
     shapes, _ = jax.eval_shape(of_pass, 0)
     zeros = jax.tree.map(_jax.filled_like, shapes)
 
-    def step(total: Any, k: Array) -> tuple[Any, Any]:
+    def step(total: list[PyTree], k: Array) -> tuple[list[PyTree], list[Sums]]:
         terms, sums = of_pass(k)
         return jax.tree.map(jnp.add, total, terms), sums
 

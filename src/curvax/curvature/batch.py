@@ -1,8 +1,7 @@
-"""The batch of a model function: which of its arguments it is, and how many examples it has."""
+"""The batch of a model function: which of its arguments hold it, and its number of examples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,67 +16,72 @@ from curvax.layers.tracing.loss_map import LossMap
 
 @dataclass(frozen=True)
 class BatchArgument:
-    """Which arguments of a function are its batch: one, several, or the last that is no other."""
+    """The arguments that hold the batch: one, several, or by default the last but the parameters.
+
+    Attributes:
+        params_index: Index of the argument that holds the parameters.
+        index: Index of the argument that holds the batch, or several; None for the last one that is
+            not the parameters.
+    """
 
     params_index: int
     index: int | Sequence[int] | None
 
-    def of(self, func_args: Any) -> PyTree:
-        """The batch among the arguments; a tuple of those that are named, or of none."""
+    def of(self, func_args: Sequence[PyTree]) -> PyTree:
+        """Return the batch: one argument, or a tuple if `index` is a sequence or there is none."""
         if not isinstance(func_args, tuple | list):
             raise TypeError(
-                f"{where()}: the arguments of the function are given as one sequence, such as "
+                f"{where()}: pass the arguments of the function as one sequence, such as "
                 f"(params, batch), got {type(func_args).__name__}."
             )
-        found = tuple(func_args[i] for i in self._places(len(func_args)))
-        return found if isinstance(self.index, Sequence) or not found else found[0]
+        batch = tuple(func_args[i] for i in self._indices(len(func_args)))
+        return batch if isinstance(self.index, Sequence) or not batch else batch[0]
 
     def replace(self, func_args: Sequence[PyTree], batch: PyTree) -> tuple[PyTree, ...]:
-        """The arguments with another batch."""
-        places = self._places(len(func_args))
-        several = isinstance(self.index, Sequence) or not places
-        given = dict(zip(places, batch if several else (batch,), strict=True))
-        return tuple(given.get(i, x) for i, x in enumerate(func_args))
+        """Return the arguments with another batch, in the form that `of` returns."""
+        indices = self._indices(len(func_args))
+        is_tuple = isinstance(self.index, Sequence) or not indices
+        new = dict(zip(indices, batch if is_tuple else (batch,), strict=True))
+        return tuple(new.get(i, x) for i, x in enumerate(func_args))
 
     def without(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """The arguments with nothing in the place of the batch."""
-        places = self._places(len(func_args))
-        return tuple(() if i in places else x for i, x in enumerate(func_args))
+        """Return the arguments with empty tuples for the batch."""
+        indices = self._indices(len(func_args))
+        return tuple(() if i in indices else x for i, x in enumerate(func_args))
 
-    def _places(self, count: int) -> list[int]:
-        params, asked = self.params_index, self.index
+    def _indices(self, count: int) -> list[int]:
+        params, index = self.params_index, self.index
         if not -count <= params < count:
             raise ValueError(
                 f"{where()}: the parameters are argument {params}, but the function was given "
                 f"{count} arguments."
             )
-        if asked is None:
+        if index is None:
             return [i for i in range(count) if i != params % count][-1:]
-        places = list(asked) if isinstance(asked, Sequence) else [asked]
-        if any(not -count <= i < count or (i - params) % count == 0 for i in places):
+        indices = list(index) if isinstance(index, Sequence) else [index]
+        if any(not -count <= i < count or (i - params) % count == 0 for i in indices):
             raise ValueError(
-                f"{where()}: batch_index={asked!r} must say which of the {count} arguments are "
-                f"the batch, and not name the parameters, which are argument {params}."
+                f"{where()}: batch_index={index!r} must say which of the {count} arguments are "
+                f"the batch, and must not name the parameters, which are argument {params}."
             )
-        return [i % count for i in places]
+        return [i % count for i in indices]
 
 
 def default_batch_size_extractor(batch: PyTree) -> int:
-    """The number of examples in a batch: the length of the first axis of its arrays.
+    """Return the number of examples in a batch: the length of the leading axis of its arrays.
 
-    Numbers, arrays without axes and random keys say nothing of the batch size and are passed over.
-    All other arrays must agree. A batch of another layout, with its examples along the second axis
-    for example, needs an extractor of its own: a function of the batch that returns a number, which
-    may also depend on values.
+    Python numbers, arrays without axes and random keys are ignored. All other arrays must agree. A
+    batch of another layout, such as examples along the second axis, needs a user-supplied
+    extractor: a function of the batch that returns a number, which may depend on values.
 
     Arguments:
-        batch: a pytree of arrays. It is the batch alone, without the parameters of the model.
+        batch: A pytree of arrays: the batch alone, without the parameters of the model.
 
     Returns:
         The number of examples.
 
     Raises:
-        ValueError: if the arrays disagree, or there is none with an axis.
+        ValueError: If the arrays disagree, or none of them has an axis.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -86,61 +90,62 @@ def default_batch_size_extractor(batch: PyTree) -> int:
         >>> curvax.default_batch_size_extractor(batch)
         32
     """
-    found = [
+    lengths = [
         (leaf_name("batch", path), np.shape(leaf)[0])
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if is_of_examples(leaf)
+        if has_examples(leaf)
     ]
-    if not found:
+    if not lengths:
         raise ValueError(
-            f"{where()}: the batch has no array with an axis, so its size is not known. Pass "
+            f"{where()}: the batch has no array with an axis, so its size is unknown. Pass "
             f"batch_size_extractor, a function of the batch that returns the number of examples."
         )
-    if len({size for _, size in found}) > 1:
-        listed = ", ".join(f"{name} has {size}" for name, size in found)
+    if len({length for _, length in lengths}) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths)
         raise ValueError(
-            f"{where()}: the first axis of all arrays in a batch is that of its examples, but "
+            f"{where()}: the leading axis of every array in a batch must be the example axis, but "
             f"their lengths differ: {listed}. Pass batch_size_extractor, a function of the batch "
             f"that returns the number of examples."
         )
-    return int(found[0][1])
+    return int(lengths[0][1])
 
 
-def is_of_examples(leaf: Any) -> bool:
-    """Whether the first axis of a leaf of a batch is taken to be that of examples."""
+def has_examples(leaf: PyTree) -> bool:
+    """Return whether the leading axis of a leaf of a batch is assumed to be the example axis."""
     return np.ndim(leaf) > 0 and not (hasattr(leaf, "dtype") and _jax.is_key(leaf))
 
 
 def length_of(batch: PyTree) -> int:
-    """The number of examples of a batch."""
-    lengths = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if is_of_examples(leaf)]
+    """Return the number of examples in a batch; 0 if it has no arrays with an axis."""
+    lengths = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if has_examples(leaf)]
     return lengths[0] if lengths else 0
 
 
 def axes_of(batch: PyTree) -> PyTree:
-    """Along which axis each leaf of a batch is split: the first, or none."""
-    return jax.tree.map(lambda leaf: 0 if is_of_examples(leaf) else None, batch)
+    """Return the `in_axes` of a batch: 0 for leaves with examples, None for the others."""
+    return jax.tree.map(lambda leaf: 0 if has_examples(leaf) else None, batch)
 
 
 def check_separate(at: LossMap) -> None:
-    """What is computed for one example does not depend on others."""
+    """Check that the computation of an example does not depend on other examples."""
     operation = at.processed.interaction
     if operation is not None:
         raise ValueError(
             f"{where()}: the examples of a batch interact, by `{operation}` (as with batch "
-            f"normalisation in training), so that a batch is not the sum of its microbatches. "
-            f"Leave microbatch_size and memory_budget out, or say examples_interact=True to take "
-            f"each microbatch for a batch (in curvax.Optimizer: "
+            f"normalisation in training), so a batch is not the sum of its microbatches. Leave out "
+            f"microbatch_size and memory_budget, or pass examples_interact=True to treat each "
+            f"microbatch as a batch (in curvax.Optimizer: "
             f"auto_register_kwargs={{'examples_interact': True}})."
         )
 
 
 def by_example(x: Array, length: int) -> Array:
-    """What has a row for each of a loss, as (examples, rows of each, ...)."""
+    """Reshape `(rows of a loss, ...)` to `(examples, rows of an example, ...)`."""
     if not length or x.shape[0] % length:
         raise ValueError(
-            f"{where()}: in microbatches each example has as many rows of every loss, but there "
-            f"are {x.shape[0]} rows for {length} examples. Leave microbatch_size and memory_budget "
-            f"out, or, in an estimator, say by batch_index which arguments are the batch."
+            f"{where()}: in microbatches every example must have the same number of rows of every "
+            f"loss, but there are {x.shape[0]} rows for {length} examples. Leave out "
+            f"microbatch_size and memory_budget, or, in an estimator, say by batch_index which "
+            f"arguments are the batch."
         )
     return jnp.moveaxis(x.reshape(-1, length, *x.shape[1:]), 1, 0)

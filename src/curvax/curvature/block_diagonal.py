@@ -1,10 +1,13 @@
-"""`BlockDiagonalCurvature`: a curvature matrix with a block for each layer of a model."""
+"""`BlockDiagonalCurvature`: a curvature matrix with a block for each layer of a model.
 
-import abc
+With Kronecker-factored blocks this is K-FAC (Martens & Grosse 2015, "Optimizing neural networks
+with Kronecker-factored approximate curvature"). `curvax.curvature.blocks` has the kinds of blocks.
+"""
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,14 @@ from jax.typing import ArrayLike
 from curvax._errors import where
 from curvax._reports import table
 from curvax._tree import Static
-from curvax._types import Array, Fun, PyTree
+from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.curvature.backward_passes import (
     AverageUpdate,
     Layers,
-    at_devices,
+    TermSums,
+    local_loss_map,
     sum_of_terms,
-    updated_by_data,
+    update_from_layer_data,
     with_batch_terms,
 )
 from curvax.curvature.batch import (
@@ -29,24 +33,35 @@ from curvax.curvature.batch import (
     check_separate,
     length_of,
 )
-from curvax.curvature.blocks.base import CurvatureBlock, LayerEquation, Powers
+from curvax.curvature.blocks.base import BlockState, CurvatureBlock, LayerEquation, Powers
 from curvax.curvature.blocks.defaults import default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
-from curvax.curvature.estimation_modes import LocalBatch, check_mode, draws, num_passes
+from curvax.curvature.estimation_modes import (
+    LocalBatch,
+    check_mode,
+    num_passes,
+    sample_randomness,
+)
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import run_assigned
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import Sums
+from curvax.layers.use import LayerUse
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
-
-# What each block of an estimate is, as a table.
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One block."""
+    """One block of a `CurvatureReport`.
+
+    Attributes:
+        params: Paths of the parameters.
+        block: Class of the block.
+        dim: Number of elements of the parameters.
+        remarks: Deviations from the approximation that one would expect.
+    """
 
     params: tuple[str, ...]
     block: str
@@ -56,7 +71,22 @@ class BlockRow:
 
 @dataclass(frozen=True)
 class CurvatureReport:
-    """All blocks of an estimate; it prints as a table."""
+    """The blocks of an estimate, printed as a table.
+
+    Attributes:
+        rows: One row for each block.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(params, x):
+        ...     prediction = x @ params["w"] + params["b"]
+        ...     curvax.register_normal_predictive_distribution(prediction, variance=1.0)
+        >>> estimator = curvax.BlockDiagonalCurvature(model)
+        >>> estimator.finalize(({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((4, 3))))
+        >>> [(row.block, row.dim, row.params) for row in estimator.report().rows]
+        [('DenseTwoKroneckerFactored', 8, ("['w']", "['b']"))]
+    """
 
     rows: tuple[BlockRow, ...]
 
@@ -68,26 +98,23 @@ class CurvatureReport:
         return table(("block", "elements", "parameters", "remarks"), rows)
 
 
-def report_of(blocks: Sequence[CurvatureBlock], params: Sequence[Sequence[str]]) -> CurvatureReport:
-    """The table of some blocks and the names of their parameters."""
-    rows = [
-        BlockRow(tuple(names), type(block).__name__, block.dim, block.remarks)
-        for block, names in zip(blocks, params, strict=True)
-    ]
-    return CurvatureReport(tuple(rows))
-
-
-# Which blocks an estimate has, and which parameters belong to each.
-
-BlockCtor = Callable[[Any, str], CurvatureBlock]
-"""Makes a block, from the equation of a layer and a name."""
+BlockCtor = Callable[[LayerEquation, str], CurvatureBlock]
+"""Makes a block from the equation of a layer and a name; a class of blocks, for example."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Which parameters there are, and which blocks they belong to."""
+    """The parameters of a model, and the blocks that they belong to.
 
-    tree: Any
+    Attributes:
+        tree: Structure of the pytree of parameters.
+        shapes: Shape of each parameter.
+        names: Path of each parameter.
+        indices: Indices of the parameters of each block.
+        blocks: The blocks.
+    """
+
+    tree: TreeDef
     shapes: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     indices: tuple[tuple[int, ...], ...]
@@ -97,9 +124,9 @@ class Structure:
     def of(
         cls, at: LossMap, indices: tuple[tuple[int, ...], ...], blocks: tuple[CurvatureBlock, ...]
     ) -> "Structure":
-        """Blocks of the parameters of a traced function, by the numbers of these."""
+        """Return the structure of a traced function, from the parameters of its blocks."""
         shapes = tuple(v.aval.shape for v in at.processed.params_vars_flat)
-        return cls(at.processed.params_tree, shapes, names_of(at), indices, blocks)
+        return cls(at.processed.params_tree, shapes, _param_names(at), indices, blocks)
 
     @classmethod
     def of_layers(
@@ -108,10 +135,10 @@ class Structure:
         tag_ctors: Mapping[str, BlockCtor],
         index_ctors: Mapping[tuple[int, ...], BlockCtor],
     ) -> "Structure":
-        """A block for each layer, made as is said for its parameters, its tag, or by default."""
+        """Make a block for each layer: by its parameters, else by its tag, else by default."""
         processed = at.processed
-        names, indices = names_of(at), processed.layer_indices
-        _check_single(indices, names)
+        names, indices = _param_names(at), processed.layer_indices
+        _check_partition(indices, names)
         _check_ctors(at, tag_ctors, index_ctors)
         blocks = []
         for layer in processed.layers:
@@ -122,74 +149,74 @@ class Structure:
         return cls.of(at, indices, tuple(blocks))
 
     def dense(self, blocks: Sequence[Array]) -> Array:
-        """All blocks in one matrix, rows and columns as `ravel_pytree` has the parameters."""
+        """Return the block-diagonal matrix, rows and columns in the order of `ravel_pytree`."""
         sizes = [math.prod(shape) for shape in self.shapes]
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         dtype = jnp.result_type(*blocks)
-        whole = jnp.zeros((sum(sizes), sum(sizes)), dtype)
+        matrix = jnp.zeros((sum(sizes), sum(sizes)), dtype)
         for indices, block in zip(self.indices, blocks, strict=True):
             rows = jnp.concatenate([jnp.arange(sizes[n]) + starts[n] for n in sorted(indices)])
-            whole = whole.at[rows[:, None], rows[None, :]].set(block.astype(dtype))
-        return whole
+            matrix = matrix.at[rows[:, None], rows[None, :]].set(block.astype(dtype))
+        return matrix
 
     @property
     def params(self) -> PyTree:
         """The shapes and dtypes of the parameters."""
         dtypes = {
             n: dtype
-            for own, block in zip(self.indices, self.blocks, strict=True)
-            for n, dtype in zip(own, block.parameters_dtypes, strict=True)
+            for indices, block in zip(self.indices, self.blocks, strict=True)
+            for n, dtype in zip(indices, block.parameters_dtypes, strict=True)
         }
         shapes = [jax.ShapeDtypeStruct(s, dtypes[n]) for n, s in enumerate(self.shapes)]
         return jax.tree.unflatten(self.tree, shapes)
 
     @property
     def block_params(self) -> list[list[str]]:
-        """The names of the parameters of each block."""
-        return [[self.names[n] for n in own] for own in self.indices]
+        """The paths of the parameters of each block."""
+        return [[self.names[n] for n in indices] for indices in self.indices]
 
     def split(self, vector: PyTree) -> tuple[tuple[Array, ...], ...]:
-        """What is like the parameters, as arrays for each block."""
+        """Return the leaves of a pytree like the parameters, for each block."""
         leaves, tree = jax.tree.flatten(vector)
         shapes = tuple(jnp.shape(x) for x in leaves)
         if tree != self.tree or shapes != self.shapes:
             raise ValueError(
-                f"{where()}: a vector is like the parameters, {self.tree} of the shapes "
-                f"{self.shapes}, got {tree} of {shapes}."
+                f"{where()}: expected a vector like the parameters, {self.tree} with the shapes "
+                f"{self.shapes}, got {tree} with {shapes}."
             )
-        return tuple(tuple(jnp.asarray(leaves[n]) for n in own) for own in self.indices)
+        return tuple(tuple(jnp.asarray(leaves[n]) for n in indices) for indices in self.indices)
 
-    def join(self, blocks_vectors: Sequence[Sequence[Any]]) -> PyTree:
-        """Arrays for each block, together as the parameters are."""
-        counts = [len(each) for each in blocks_vectors]
-        expected = [len(own) for own in self.indices]
+    def join(self, blocks_vectors: Sequence[Sequence[Array | int]]) -> PyTree:
+        """Inverse of `split`."""
+        counts = [len(vectors) for vectors in blocks_vectors]
+        expected = [len(indices) for indices in self.indices]
         if counts != expected:
             raise ValueError(
                 f"{where()}: the blocks have {expected} parameters, got {counts} arrays."
             )
-        numbered = {
+        leaves = {
             n: x
-            for own, each in zip(self.indices, blocks_vectors, strict=True)
-            for n, x in zip(own, each, strict=True)
+            for indices, vectors in zip(self.indices, blocks_vectors, strict=True)
+            for n, x in zip(indices, vectors, strict=True)
         }
-        return jax.tree.unflatten(self.tree, [numbered[n] for n in range(len(self.shapes))])
+        return jax.tree.unflatten(self.tree, [leaves[n] for n in range(len(self.shapes))])
 
 
-def names_of(at: LossMap) -> tuple[str, ...]:
-    """The parameters, by their paths."""
+def _param_names(at: LossMap) -> tuple[str, ...]:
+    """Return the path of each parameter."""
     paths = jax.tree_util.tree_leaves_with_path(at.processed.params_vars)
     return tuple(jax.tree_util.keystr(path) for path, _ in paths)
 
 
-def _check_single(indices: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
-    """Check that each parameter is in one layer, once."""
-    counts = [sum(own.count(n) for own in indices) for n in range(len(names))]
+def _check_partition(indices: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
+    """Check that each parameter is in exactly one layer, once."""
+    counts = [sum(layer.count(n) for layer in indices) for n in range(len(names))]
     wrong = [name for name, count in zip(names, counts, strict=True) if count != 1]
     if wrong:
         raise ValueError(
-            f"{where()}: each parameter is in one block, once, but {', '.join(wrong)} are in none, "
-            f"in several layers, or in one layer twice: the layers have the parameters {indices}. "
-            f"Tag each once."
+            f"{where()}: each parameter must be in exactly one layer, once, but "
+            f"{', '.join(wrong)} are in none, in several, or twice in one: the layers have the "
+            f"parameters {indices}. Tag each parameter once."
         )
 
 
@@ -198,12 +225,12 @@ def _check_ctors(
     tag_ctors: Mapping[str, BlockCtor],
     index_ctors: Mapping[tuple[int, ...], BlockCtor],
 ) -> None:
-    """What classes of blocks are given for is there."""
+    """Check that the tags and parameters for which block classes are given exist."""
     layers, indices = at.processed.layers, at.processed.layer_indices
     present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
         if name not in present:
-            get_default_tag_to_block_ctor(name)  # Else it is an error: there is no such tag.
+            get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:
         raise ValueError(
@@ -212,177 +239,80 @@ def _check_ctors(
         )
 
 
-# `BlockwiseCurvature`: what an estimate that has blocks knows about these and the parameters.
+class MicrobatchOptions(NamedTuple):
+    """The size of microbatches: given, or chosen to fit a memory budget."""
 
-
-class BlockwiseCurvature(CurvatureEstimator):
-    """An estimator with blocks, which are known once its function was traced."""
-
-    _where: str
-    _made: Structure | None = None
+    microbatch_size: int | None
+    memory_budget: int | float | str | None
 
     @property
-    def blocks(self) -> tuple[CurvatureBlock, ...] | None:
-        """The blocks, once the function was traced (by `init` or `finalize`)."""
-        return None if self._made is None else self._made.blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-        return len(self._known.blocks)
-
-    @property
-    def block_dims(self) -> tuple[int, ...]:
-        """The number of elements of the parameters of each block."""
-        return tuple(block.dim for block in self._known.blocks)
-
-    @property
-    def dim(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(self.block_dims)
-
-    @property
-    def params_shapes(self) -> PyTree:
-        """The parameters, with each replaced by its shape and dtype."""
-        return self._known.params
-
-    @property
-    def params_names(self) -> list[list[str]]:
-        """The paths of the parameters of each block."""
-        return self._known.block_params
-
-    @property
-    def params_structure_vector_of_indices(self) -> PyTree:
-        """The parameters, with each replaced by its number."""
-        return self._known.join(self._known.indices)
-
-    @property
-    def indices_to_block_map(self) -> dict[tuple[int, ...], CurvatureBlock]:
-        """The blocks, by the numbers of their parameters."""
-        return dict(zip(self._known.indices, self._known.blocks, strict=True))
-
-    @property
-    def params_block_index(self) -> PyTree:
-        """The parameters, with each replaced by the number of its block."""
-        known = self._known
-        return known.join([[k] * len(own) for k, own in enumerate(known.indices)])
-
-    @property
-    def num_params_variables(self) -> int:
-        """The number of arrays that the parameters are."""
-        return len(self._known.shapes)
-
-    def finalize(self, func_args: Sequence[PyTree]) -> None:
-        """Trace the function and make the blocks, if that was not done yet.
-
-        Arguments:
-            func_args: arguments of the function.
-        """
-        if self._made is None:
-            self._made = self._make(func_args)
-
-    def params_vector_to_blocks_vectors(
-        self, parameter_structured_vector: PyTree
-    ) -> tuple[tuple[Array, ...], ...]:
-        """The parts of a vector that belong to each block.
-
-        Arguments:
-            parameter_structured_vector: a pytree like the parameters.
-
-        Returns:
-            For each block, an array for each of its parameters.
-
-        Raises:
-            ValueError: if it is not like the parameters.
-        """
-        return self._known.split(parameter_structured_vector)
-
-    def blocks_vectors_to_params_vector(self, blocks_vectors: Sequence[Sequence[Array]]) -> PyTree:
-        """What `params_vector_to_blocks_vectors` split, together.
-
-        Arguments:
-            blocks_vectors: for each block, an array for each of its parameters.
-
-        Returns:
-            A pytree like the parameters.
-
-        Raises:
-            ValueError: if there are more or fewer.
-        """
-        return self._known.join(blocks_vectors)
-
-    def to_diagonal_block_dense_matrix(self, state: Any) -> tuple[Array, ...]:
-        """Each block as a dense matrix.
-
-        Arguments:
-            state: the state of the estimator.
-
-        Returns:
-            A matrix for each block. Rows and columns are in the order in which
-            `jax.flatten_util.ravel_pytree` has its parameters.
-        """
-        each = zip(self._known.blocks, state.blocks_states, strict=True)
-        return tuple(block.to_dense_matrix(own) for block, own in each)
-
-    def to_dense_matrix(self, state: Any) -> Array:
-        """The whole matrix, dense, with zeros between the blocks.
-
-        Arguments:
-            state: the state of the estimator.
-
-        Returns:
-            A matrix with rows and columns in the order of all parameters, flattened, as
-            `jax.flatten_util.ravel_pytree` has them.
-        """
-        return self._known.dense(self.to_diagonal_block_dense_matrix(state))
-
-    def report(self) -> CurvatureReport:
-        """What each block is, of which parameters, and what there is to know about it."""
-        return report_of(self._known.blocks, self._known.block_params)
-
-    @property
-    def _known(self) -> Structure:
-        if self._made is None:
-            raise ValueError(
-                f"{where()}: the blocks are not known before the function was traced. Call "
-                f"init or finalize(func_args) first."
-            )
-        return self._made
-
-    @abc.abstractmethod
-    def _make(self, func_args: Sequence[PyTree]) -> Structure:
-        """Which blocks there are, for a function of such arguments."""
+    def is_none(self) -> bool:
+        """Whether the batch is not divided into microbatches."""
+        return self.microbatch_size is None and self.memory_budget is None
 
 
-class BlockDiagonalCurvature(BlockwiseCurvature):
-    """An estimate of curvature with a block for each layer, and zeros between layers.
+class PowerOptions(NamedTuple):
+    """The power of a block to multiply by; see `CurvatureEstimator.multiply_matpower`."""
 
-    The layers are those that the function registers, and those that are found in it. Which class of
-    blocks a layer gets depends on its tag.
+    power: float | int
+    exact_power: bool
+    use_cached: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class BlockDiagonalState:
+    """The state of a `BlockDiagonalCurvature`.
+
+    Attributes:
+        blocks_states: The state of each block.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+        >>> state = curvax.BlockDiagonalCurvature(model).init(jax.random.key(0), args, None, None)
+        >>> isinstance(state, curvax.BlockDiagonalCurvature.State), len(state.blocks_states)
+        (True, 1)
+    """
+
+    blocks_states: tuple[BlockState | None, ...]
+
+
+class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
+    """A curvature estimate with a block for each layer, and zeros between layers.
+
+    The layers are those that the function tags and those that are detected in it. The tag of a
+    layer determines the default class of its block. The blocks are known once the function has been
+    traced, by `init` or `finalize`.
 
     Arguments:
-        func: the model function, which registers at least one loss.
-        params_index: which of its arguments are the parameters.
-        default_estimation_mode: the mode of `update_curvature_matrix_estimate` if none is given.
-        layer_tag_to_block_ctor: classes of blocks for layers of some tags, by their names
-            ("dense_tag", or "dense" for short), in place of the default ones.
-        index_to_block_ctor: classes of blocks for single layers, by the numbers of their
-            parameters; see `indices_to_block_map`.
-        auto_register_tags: whether to look for layers that the function does not register.
-        distributed_multiplies: whether products with blocks are shared out among devices, where a
-            method is called with a `pmap_axis_name`.
-        distributed_cache_updates: whether updates of the cache are.
-        microbatch_size: how many examples to take at a time. The result is the same.
-        memory_budget: how much memory an update may use, as in `curvax.microbatch`; the size is
-            chosen accordingly.
-        batch_index: which argument, or arguments, are the batch that is split for that; by default
-            the last one that is not the parameters.
-        examples_interact: with microbatches, whether it is fine that a batch is not the sum of its
-            examples, as with batch normalisation in training. Each microbatch is then taken for a
-            batch.
-        num_samples: how many samples an update takes for each example, in modes that draw. They
-            share a forward pass.
-        auto_register_kwargs: as in `curvax.auto_register_tags`.
+        func: The model function, which registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
+        default_estimation_mode: Mode of `update_curvature_matrix_estimate` unless one is given.
+        layer_tag_to_block_ctor: Block classes that replace the default ones, by the name of the tag
+            ("dense_tag", or "dense" for short).
+        index_to_block_ctor: Block classes for single layers, by the indices of their parameters;
+            see `indices_to_block_map`.
+        auto_register_tags: Whether to detect layers that the function does not tag itself.
+        distributed_multiplies: Whether to distribute products with blocks over devices, in methods
+            that are called with a `pmap_axis_name`.
+        distributed_cache_updates: Whether to distribute cache updates in the same way.
+        microbatch_size: Number of examples to process at a time. The result is the same.
+        memory_budget: Memory that an update may use, in place of `microbatch_size`: bytes as a
+            number, a string such as "2GB", or a fraction of the device's memory such as "50%". The
+            largest microbatch that fits is taken.
+        batch_index: Index of the argument, or several, that hold the batch, which microbatches
+            divide. By default the last argument that is not the parameters.
+        examples_interact: Whether to allow microbatches for a function whose examples interact, as
+            with batch normalisation in training. Each microbatch is then treated as a batch.
+        num_samples: Number of samples for each example in an update, in modes that sample. They
+            share one forward pass.
+        auto_register_kwargs: Further options of layer detection, such as `graph_patterns`,
+            `patterns_to_skip`, `strict` or `allow_unused_params`; see `curvax.auto_register_tags`.
 
     Examples:
         >>> import jax
@@ -404,16 +334,9 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         {'b': (2,), 'w': (3, 2)}
     """
 
-    @jax.tree_util.register_dataclass
-    @dataclass
-    class State:
-        """What the estimator keeps.
+    State = BlockDiagonalState
 
-        Attributes:
-            blocks_states: the state of each block.
-        """
-
-        blocks_states: tuple[Any, ...]
+    _structure_or_none: Structure | None = None
 
     def __init__(
         self,
@@ -446,17 +369,140 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         options = {"auto_register_tags": auto_register_tags, **auto_register_kwargs}
         self._traced = TracedFunction.of(func, params_index, True, **options)
         self._batch = BatchArgument(params_index, batch_index)
-        self._at_once = microbatch_size is None and memory_budget is None
         self._examples_interact = examples_interact
-        self._sizes: dict[str, Any] = {
-            "microbatch_size": microbatch_size,
-            "memory_budget": memory_budget,
-        }
+        self._microbatches = MicrobatchOptions(microbatch_size, memory_budget)
 
     @property
     def batch_argument(self) -> int | Sequence[int] | None:
-        """Which arguments of the function are the batch; None for the last but the parameters."""
+        """The index of the argument that holds the batch; None for the last but the parameters."""
         return self._batch.index
+
+    @property
+    def blocks(self) -> tuple[CurvatureBlock, ...] | None:
+        """The blocks; None before the function has been traced, by `init` or `finalize`."""
+        return None if self._structure_or_none is None else self._structure_or_none.blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self._structure.blocks)
+
+    @property
+    def block_dims(self) -> tuple[int, ...]:
+        """The number of elements of the parameters of each block."""
+        return tuple(block.dim for block in self._structure.blocks)
+
+    @property
+    def dim(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(self.block_dims)
+
+    @property
+    def params_shapes(self) -> PyTree:
+        """The shapes and dtypes of the parameters: a pytree of `jax.ShapeDtypeStruct`s."""
+        return self._structure.params
+
+    @property
+    def params_names(self) -> list[list[str]]:
+        """The paths of the parameters of each block."""
+        return self._structure.block_params
+
+    @property
+    def params_structure_vector_of_indices(self) -> PyTree:
+        """The index of each parameter, in a pytree like the parameters."""
+        return self._structure.join(self._structure.indices)
+
+    @property
+    def indices_to_block_map(self) -> dict[tuple[int, ...], CurvatureBlock]:
+        """The blocks, by the indices of their parameters."""
+        return dict(zip(self._structure.indices, self._structure.blocks, strict=True))
+
+    @property
+    def params_block_index(self) -> PyTree:
+        """The index of each parameter's block, in a pytree like the parameters."""
+        structure = self._structure
+        return structure.join([[k] * len(params) for k, params in enumerate(structure.indices)])
+
+    @property
+    def num_params_variables(self) -> int:
+        """The number of arrays among the parameters."""
+        return len(self._structure.shapes)
+
+    def finalize(self, func_args: Sequence[PyTree]) -> None:
+        """Trace the function and make the blocks, unless that has been done.
+
+        Arguments:
+            func_args: Arguments of the function.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> estimator.finalize((jnp.ones((3, 2)), jnp.ones((4, 3))))
+            >>> estimator.num_blocks, estimator.dim
+            (1, 6)
+        """
+        if self._structure_or_none is None:
+            self._structure_or_none = self._make_structure(func_args)
+
+    def params_vector_to_blocks_vectors(
+        self, parameter_structured_vector: PyTree
+    ) -> tuple[tuple[Array, ...], ...]:
+        """Return the leaves of a pytree like the parameters, for each block.
+
+        Arguments:
+            parameter_structured_vector: A pytree like the parameters.
+
+        Returns:
+            For each block, an array for each of its parameters.
+
+        Raises:
+            ValueError: If the vector is not like the parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(params, x):
+            ...     prediction = x @ params["w"] + params["b"]
+            ...     curvax.register_normal_predictive_distribution(prediction, variance=1.0)
+            >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> estimator.finalize((params, jnp.ones((4, 3))))
+            >>> jax.tree.map(jnp.shape, estimator.params_vector_to_blocks_vectors(params))
+            (((3, 2), (2,)),)
+        """
+        return self._structure.split(parameter_structured_vector)
+
+    def blocks_vectors_to_params_vector(self, blocks_vectors: Sequence[Sequence[Array]]) -> PyTree:
+        """Inverse of `params_vector_to_blocks_vectors`.
+
+        Arguments:
+            blocks_vectors: For each block, an array for each of its parameters.
+
+        Returns:
+            A pytree like the parameters.
+
+        Raises:
+            ValueError: If a block has another number of parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(params, x):
+            ...     prediction = x @ params["w"] + params["b"]
+            ...     curvax.register_normal_predictive_distribution(prediction, variance=1.0)
+            >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> estimator.finalize((params, jnp.ones((4, 3))))
+            >>> vectors = [[jnp.zeros((3, 2)), jnp.zeros(2)]]
+            >>> jax.tree.map(jnp.shape, estimator.blocks_vectors_to_params_vector(vectors))
+            {'b': (2,), 'w': (3, 2)}
+        """
+        return self._structure.join(blocks_vectors)
 
     def init(
         self,
@@ -465,54 +511,43 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         exact_powers_to_cache: Powers,
         approx_powers_to_cache: Powers,
         cache_eigenvalues: bool = False,
-    ) -> Any:
+    ) -> BlockDiagonalState:
+        """Trace the function, make the blocks, and return the initial state.
+
+        Arguments:
+            rng: Random key, for blocks with a random initial value.
+            func_args: Arguments of the function, to trace it with.
+            exact_powers_to_cache: Exact matrix powers that `update_cache` will compute: a number, a
+                sequence of numbers, or None. Others can be cached too, but they change the
+                structure of the state.
+            approx_powers_to_cache: Approximate matrix powers that `update_cache` will compute.
+            cache_eigenvalues: Whether `update_cache` will compute eigenvalues.
+
+        Returns:
+            The state, with the state of each block.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+            >>> state = estimator.init(jax.random.key(0), args, None, -1)
+            >>> (block,) = state.blocks_states
+            >>> block.inputs_factor.value.shape, block.outputs_factor.value.shape
+            ((3, 3), (2, 2))
+        """
         self.finalize(func_args)
         keys = jax.random.split(rng, self.num_blocks)
         options = exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues
-        states = [b.init(key, *options) for b, key in zip(self._known.blocks, keys, strict=True)]
-        return self.State(blocks_states=tuple(states))
-
-    def multiply_matpower(
-        self,
-        state: Any,
-        parameter_structured_vector: PyTree,
-        identity_weight: IdentityWeight,
-        power: float | int,
-        exact_power: bool,
-        use_cached: bool,
-        pmap_axis_name: str | None,
-    ) -> PyTree:
-        vectors = self.params_vector_to_blocks_vectors(parameter_structured_vector)
-        weights = self._per_block(identity_weight)
-        options = (power, exact_power, use_cached)
-        products = self._products(state, vectors, weights, options, pmap_axis_name)
-        found = self.blocks_vectors_to_params_vector(
-            [products[number] for number in range(self.num_blocks)]
-        )
-        return jax.tree.map(
-            lambda x, v: x.astype(jnp.asarray(v).dtype), found, parameter_structured_vector
-        )
-
-    def block_eigenvalues(self, state: Any, use_cached: bool) -> tuple[Array, ...]:
-        """The eigenvalues of each block.
-
-        Arguments:
-            state: the state of the estimator.
-            use_cached: whether to use what `update_cache` computed last.
-
-        Returns:
-            For each block, in the order of `blocks`, as many numbers as its parameters have
-            elements.
-        """
-        each = zip(self._known.blocks, state.blocks_states, strict=True)
-        return tuple(block.eigenvalues(own, use_cached) for block, own in each)
-
-    def eigenvalues(self, state: Any, use_cached: bool) -> Array:
-        return jnp.concatenate(self.block_eigenvalues(state, use_cached))
+        blocks = zip(self._structure.blocks, keys, strict=True)
+        return self.State(tuple(block.init(key, *options) for block, key in blocks))
 
     def update_curvature_matrix_estimate(
         self,
-        state: Any,
+        state: BlockDiagonalState,
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
@@ -520,7 +555,55 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         func_args: Sequence[PyTree],
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
-    ) -> Any:
+    ) -> BlockDiagonalState:
+        """Update the moving averages of all blocks with the curvature at these arguments.
+
+        Arguments:
+            state: State of the estimator.
+            ema_old: Factor of the averages so far.
+            ema_new: Weight of the new estimate. Averages are divided by the sum of all weights.
+            batch_size: Number of examples, on each device.
+            rng: Random key, the same on all devices. Samples of an example depend on its index in
+                the global batch.
+            func_args: Arguments of the function.
+            pmap_axis_name: Name of a mapped axis to average over, or None.
+            estimation_mode: Matrix to estimate, and the method. None for `default_estimation_mode`.
+
+                - `fisher_gradients`: the Fisher matrix, from gradients with targets that are
+                  sampled from the predictive distribution.
+                - `fisher_curvature_prop`: the Fisher matrix, by curvature propagation: its factor
+                  times random signs.
+                - `fisher_exact`: the Fisher matrix, with one backward pass for each output of an
+                  example.
+                - `fisher_empirical`: the empirical Fisher matrix, from gradients with the targets
+                  of the batch, which the losses must have.
+                - `ggn_curvature_prop`, `ggn_exact`: the generalised Gauss-Newton matrix by the
+                  same methods, for any kind of loss.
+
+        Returns:
+            The updated state.
+
+        Raises:
+            ValueError: If the mode is unknown, or microbatches are asked for and examples interact
+                or a block overrides `update_curvature_matrix_estimate`.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.95, 0.05, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> estimator.to_dense_matrix(state).round()
+            Array([[5., 1.],
+                   [1., 2.]], dtype=float32)
+        """
         mode = check_mode(estimation_mode or self.default_estimation_mode)
         self.finalize(func_args)
         update = AverageUpdate(ema_old, ema_new, batch_size, pmap_axis_name)
@@ -528,7 +611,7 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
 
     def update_cache(
         self,
-        state: Any,
+        state: BlockDiagonalState,
         identity_weight: IdentityWeight,
         exact_powers: Powers,
         approx_powers: Powers,
@@ -536,137 +619,393 @@ class BlockDiagonalCurvature(BlockwiseCurvature):
         pmap_axis_name: str | None,
         *,
         blocks: Sequence[int] | None = None,
-    ) -> Any:
-        """As in `CurvatureEstimator`; of some `blocks` only, by number, if they are given."""
+    ) -> BlockDiagonalState:
+        """Compute powers and eigenvalues of the blocks and cache them.
+
+        Arguments:
+            state: State of the estimator.
+            identity_weight: Multiple of the identity that is added to the matrix: one number, or
+                one for each block.
+            exact_powers: Exact matrix powers to cache: a number, a sequence of numbers, or None.
+            approx_powers: Approximate matrix powers to cache.
+            eigenvalues: Whether to cache the eigenvalues too.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            blocks: Indices of the blocks to update; None for all.
+
+        Returns:
+            The state with a new cache. Entries that `init` did not announce are added.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, -1, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> state = estimator.update_cache(state, 2.0, -1, None, False, None)
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> estimator.multiply_inverse(state, gradient, 2.0, True, True, None).round()
+            Array([[1.],
+                   [1.]], dtype=float32)
+        """
         weights = self._per_block(identity_weight)
         options = (exact_powers, approx_powers, eigenvalues)
-        numbers = sorted({*(self._whole if blocks is None else blocks)} & {*self._whole})
+        selected = set(self._replicated if blocks is None else blocks)
+        indices = sorted(selected & set(self._replicated))
         axis = pmap_axis_name if self._distributed_cache_updates else None
-        known, states = self._known.blocks, list(state.blocks_states)
-        for n in (n for n in numbers if known[n].has_own_cache):
-            states[n] = known[n].update_cache(states[n], weights[n], *options)
-        wanted = {
-            n: known[n].refresh(weights[n], *options) for n in numbers if not known[n].has_own_cache
+        all_blocks, states = self._structure.blocks, list(state.blocks_states)
+        for n in (n for n in indices if all_blocks[n].has_own_cache):
+            states[n] = all_blocks[n].update_cache(states[n], weights[n], *options)
+        refreshes = {
+            n: all_blocks[n].refresh(weights[n], *options)
+            for n in indices
+            if not all_blocks[n].has_own_cache
         }
-        requests = {n: known[n].cache_requests(states[n], own) for n, own in wanted.items()}
+        requests = {n: all_blocks[n].cache_requests(states[n], x) for n, x in refreshes.items()}
         results = run_matrix_tasks(requests, axis)
-        for n, own in wanted.items():
-            states[n] = known[n].with_cache(states[n], results[n], own)
+        for n, refresh in refreshes.items():
+            states[n] = all_blocks[n].with_cache(states[n], results[n], refresh)
         return replace(state, blocks_states=tuple(states))
 
-    def _updated(
-        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], update: AverageUpdate
-    ) -> Any:
-        """The state after an update."""
-        layers, blocks = self._layers(func_args), self._known.blocks
-        states = state.blocks_states
-        drawn = draws(layers.at, mode, rng, self._local_batch(func_args, update), self._num_samples)
-        if any(block.has_own_update for block in blocks):
-            self._check_at_once()
-            passes = num_passes(mode, drawn)
-            found = updated_by_data(layers, states, mode, drawn, passes, update)
-            return replace(state, blocks_states=tuple(found))
-        if self._at_once:
-            terms, batch_sums = sum_of_terms(layers, states, mode, drawn)
-        else:
-            terms, batch_sums = self._in_microbatches(layers, states, mode, drawn, func_args)
-        terms = with_batch_terms(layers, states, terms, batch_sums, update.axis_name)
-        return self._update_averages(state, terms, layers.uses, update)
+    def multiply_matpower(
+        self,
+        state: BlockDiagonalState,
+        parameter_structured_vector: PyTree,
+        identity_weight: IdentityWeight,
+        power: float | int,
+        exact_power: bool,
+        use_cached: bool,
+        pmap_axis_name: str | None,
+    ) -> PyTree:
+        """Multiply a vector by `(matrix + identity_weight * identity) ** power`, block by block.
 
-    def _local_batch(self, func_args: Sequence[PyTree], update: AverageUpdate) -> LocalBatch:
-        """The local part of the batch."""
-        return LocalBatch(length_of(self._batch.of(func_args)), update.axis_name)
+        Arguments:
+            state: State of the estimator.
+            parameter_structured_vector: A pytree like the parameters.
+            identity_weight: Multiple of the identity that is added to the matrix: one number, or
+                one for each block.
+            power: Any real number.
+            exact_power: Whether to compute the power of this very matrix; otherwise that of a
+                cheaper approximation.
+            use_cached: Whether to use the result of the last `update_cache`, including the
+                `identity_weight` it was given. The power 1 is computed if it is not cached.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+
+        Returns:
+            A pytree like the parameters.
+
+        Raises:
+            ValueError: If the vector is not like the parameters, or the power is not cached.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> ones = jnp.ones((2, 1))
+            >>> estimator.multiply_matpower(state, ones, 1.0, 2, True, False, None).round()
+            Array([[ 9.],
+                   [81.]], dtype=float32)
+        """
+        vectors = self.params_vector_to_blocks_vectors(parameter_structured_vector)
+        weights = self._per_block(identity_weight)
+        options = PowerOptions(power, exact_power, use_cached)
+        products = self._products(state, vectors, weights, options, pmap_axis_name)
+        product = self.blocks_vectors_to_params_vector(
+            [products[index] for index in range(self.num_blocks)]
+        )
+        return jax.tree.map(
+            lambda x, v: x.astype(jnp.asarray(v).dtype), product, parameter_structured_vector
+        )
+
+    def block_eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> tuple[Array, ...]:
+        """Return the eigenvalues of each block, in no particular order.
+
+        Arguments:
+            state: State of the estimator.
+            use_cached: Whether to use the result of the last `update_cache`.
+
+        Returns:
+            For each block, in the order of `blocks`, a vector with as many elements as its
+            parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> [values.round().tolist() for values in estimator.block_eigenvalues(state, False)]
+            [[2.0, 8.0]]
+        """
+        blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
+        return tuple(block.eigenvalues(x, use_cached) for block, x in blocks)
+
+    def eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> Array:
+        """Return the eigenvalues of all blocks, in the order of `blocks`.
+
+        Arguments:
+            state: State of the estimator.
+            use_cached: Whether to use the result of the last `update_cache`.
+
+        Returns:
+            A vector with `dim` elements.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> estimator.eigenvalues(state, use_cached=False).round()
+            Array([2., 8.], dtype=float32)
+        """
+        return jnp.concatenate(self.block_eigenvalues(state, use_cached))
+
+    def to_diagonal_block_dense_matrix(self, state: BlockDiagonalState) -> tuple[Array, ...]:
+        """Return each block as a dense matrix.
+
+        Arguments:
+            state: State of the estimator.
+
+        Returns:
+            A matrix for each block, with rows and columns in the order in which
+            `jax.flatten_util.ravel_pytree` flattens its parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> state = estimator.init(jax.random.key(0), args, None, None)
+            >>> [matrix.shape for matrix in estimator.to_diagonal_block_dense_matrix(state)]
+            [(6, 6)]
+        """
+        blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
+        return tuple(block.to_dense_matrix(x) for block, x in blocks)
+
+    def to_dense_matrix(self, state: BlockDiagonalState) -> Array:
+        """Return the block-diagonal matrix, dense, with zeros between the blocks.
+
+        Arguments:
+            state: State of the estimator.
+
+        Returns:
+            A matrix with rows and columns in the order in which `jax.flatten_util.ravel_pytree`
+            flattens the parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> estimator.to_dense_matrix(state).round()
+            Array([[5., 1.],
+                   [1., 2.]], dtype=float32)
+        """
+        return self._structure.dense(self.to_diagonal_block_dense_matrix(state))
+
+    def report(self) -> CurvatureReport:
+        """Return the class, the parameters and the remarks of each block; it prints as a table.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> estimator.finalize((jnp.ones((3, 2)), jnp.ones((4, 3))))
+            >>> (row,) = estimator.report().rows
+            >>> row.block, row.dim, row.remarks
+            ('DenseTwoKroneckerFactored', 6, ())
+        """
+        structure = self._structure
+        blocks = zip(structure.blocks, structure.block_params, strict=True)
+        rows = [
+            BlockRow(tuple(names), type(block).__name__, block.dim, block.remarks)
+            for block, names in blocks
+        ]
+        return CurvatureReport(tuple(rows))
 
     @property
-    def _whole(self) -> Sequence[int]:
-        """The numbers of the blocks whose states every device has."""
-        return range(self.num_blocks)
-
-    def _products(
-        self,
-        state: Any,
-        vectors: Sequence[Any],
-        weights: Sequence[ArrayLike],
-        options: tuple[float | int, bool, bool],
-        axis: str | None,
-    ) -> dict[int, Sequence[Array]]:
-        """By the number of a block, a power of it times its part of a vector."""
-
-        def task(number: int) -> Callable[[], Any]:
-            block, own = self._known.blocks[number], state.blocks_states[number]
-            return lambda: block.multiply_matpower(own, vectors[number], weights[number], *options)
-
-        work = [self._known.blocks[number].multiply_work for number in self._whole]
-        shared = axis if self._distributed_multiplies else None
-        found = run_assigned([task(number) for number in self._whole], work, shared)
-        return dict(zip(self._whole, found, strict=True))
-
-    def _update_averages(
-        self, state: Any, terms: Sequence[Sums], uses: Sequence[Any], update: AverageUpdate
-    ) -> Any:
-        """The state with a sum of terms of each block in its averages."""
-        states = list(state.blocks_states)
-        for number in self._whole:
-            block, own = self._known.blocks[number], states[number]
-            states[number] = block.update_averages(own, terms[number], uses[number], *update)
-        return replace(state, blocks_states=tuple(states))
-
-    def _layers(self, func_args: Sequence[PyTree]) -> Layers:
-        at = at_devices(self._traced, func_args, self.params_index)
-        return Layers(at, self._known.blocks)
-
-    def _per_block(self, identity_weight: IdentityWeight) -> Sequence[ArrayLike]:
-        count, given = self.num_blocks, identity_weight
-        several: Any = given if isinstance(given, list | tuple) else jnp.asarray(given)
-        if not isinstance(several, list | tuple) and several.ndim == 0:
-            return [several] * count
-        if len(several) != count:
+    def _structure(self) -> Structure:
+        if self._structure_or_none is None:
             raise ValueError(
-                f"{where()}: identity_weight is a number, or one for each of the {count} "
-                f"blocks, got {len(several)}."
+                f"{where()}: the blocks are not known before the function has been traced. Call "
+                f"init or finalize(func_args) first."
             )
-        return list(several)
+        return self._structure_or_none
 
-    def _make(self, func_args: Sequence[PyTree]) -> Structure:
-        """Which blocks there are, for a function of such arguments."""
+    def _make_structure(self, func_args: Sequence[PyTree]) -> Structure:
+        """Trace the function and make its blocks."""
         at = self._traced.at(func_args)
         return Structure.of_layers(at, self._tag_ctors, self._index_ctors)
 
-    def _check_at_once(self) -> None:
-        if not self._at_once:
-            names = [block.name for block in self._known.blocks if block.has_own_update]
+    @property
+    def _replicated(self) -> Sequence[int]:
+        """The indices of the blocks whose states are replicated on all devices."""
+        return range(self.num_blocks)
+
+    def _updated(
+        self,
+        state: BlockDiagonalState,
+        mode: str,
+        rng: Array,
+        func_args: Sequence[PyTree],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
+        """Return the state after an update."""
+        layers, states = self._layers(func_args), state.blocks_states
+        local = self._local_batch(func_args, update)
+        randomness = sample_randomness(layers.at, mode, rng, local, self._num_samples)
+        if any(block.has_own_update for block in layers.blocks):
+            self._check_no_microbatches()
+            passes = num_passes(mode, randomness)
+            updated = update_from_layer_data(layers, states, mode, randomness, passes, update)
+            return replace(state, blocks_states=tuple(updated))
+        if self._microbatches.is_none:
+            sums = sum_of_terms(layers, states, mode, randomness)
+        else:
+            sums = self._sum_microbatches(layers, states, mode, randomness, func_args)
+        terms = with_batch_terms(layers, states, sums, update.axis_name)
+        return self._update_averages(state, terms, layers.uses, update)
+
+    def _local_batch(self, func_args: Sequence[PyTree], update: AverageUpdate) -> LocalBatch:
+        return LocalBatch(length_of(self._batch.of(func_args)), update.axis_name)
+
+    def _products(
+        self,
+        state: BlockDiagonalState,
+        vectors: Sequence[Sequence[Array]],
+        weights: Sequence[ArrayLike],
+        options: PowerOptions,
+        axis: str | None,
+    ) -> dict[int, Sequence[Array]]:
+        """Return a power of each block times its part of a vector, by the index of the block."""
+
+        def task(index: int) -> Callable[[], Sequence[Array]]:
+            block, block_state = self._structure.blocks[index], state.blocks_states[index]
+            vector, weight = vectors[index], weights[index]
+            return lambda: block.multiply_matpower(block_state, vector, weight, *options)
+
+        work = [self._structure.blocks[index].multiply_work for index in self._replicated]
+        axis = axis if self._distributed_multiplies else None
+        products = run_assigned([task(index) for index in self._replicated], work, axis)
+        return dict(zip(self._replicated, products, strict=True))
+
+    def _update_averages(
+        self,
+        state: BlockDiagonalState,
+        terms: Sequence[Sums],
+        uses: Sequence[Sequence[LayerUse]],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
+        """Return the state with the estimate of each block, from its terms, in its averages."""
+        states = list(state.blocks_states)
+        for n in self._replicated:
+            block = self._structure.blocks[n]
+            states[n] = block.update_averages(states[n], terms[n], uses[n], *update)
+        return replace(state, blocks_states=tuple(states))
+
+    def _layers(self, func_args: Sequence[PyTree]) -> Layers:
+        at = local_loss_map(self._traced, func_args, self.params_index)
+        return Layers(at, self._structure.blocks)
+
+    def _per_block(self, identity_weight: IdentityWeight) -> Sequence[ArrayLike]:
+        """Return the identity weight of each block."""
+        count = self.num_blocks
+        if isinstance(identity_weight, list | tuple):
+            weights = list(identity_weight)
+        else:
+            array = jnp.asarray(identity_weight)
+            weights = [array] * count if array.ndim == 0 else list(array)
+        if len(weights) != count:
+            raise ValueError(
+                f"{where()}: identity_weight must be a number, or one for each of the {count} "
+                f"blocks, got {len(weights)}."
+            )
+        return weights
+
+    def _check_no_microbatches(self) -> None:
+        if not self._microbatches.is_none:
+            names = [block.name for block in self._structure.blocks if block.has_own_update]
             raise ValueError(
                 f"{where()}: with microbatch_size or memory_budget, blocks must not override "
-                f"update_curvature_matrix_estimate, but {', '.join(names)} do: what they take from "
-                f"a microbatch is not known to add up."
+                f"update_curvature_matrix_estimate, but {', '.join(names)} do: their updates from "
+                f"microbatches are not known to add up."
             )
 
-    def _in_microbatches(
+    def _sum_microbatches(
         self,
         layers: Layers,
-        states: Sequence[Any],
+        states: Sequence[BlockState | None],
         mode: str,
-        drawn: Sequence[Array],
+        randomness: Sequence[Array],
         func_args: Sequence[PyTree],
-    ) -> tuple[list[Sums], list[Any]]:
-        """As `sum_of_terms`, of microbatches in turn."""
+    ) -> TermSums:
+        """Equal to `sum_of_terms`, except that it processes one microbatch at a time."""
         batch = self._batch.of(func_args)
         length = length_of(batch)
         if not self._examples_interact:
             check_separate(layers.at)
-        rows = [by_example(x, length) for x in drawn]
+        rows = [by_example(x, length) for x in randomness]
         run = microbatch(
-            self._part,
+            self._sum_microbatch,
             argnums=(3, 4),
+            microbatch_size=self._microbatches.microbatch_size,
+            memory_budget=self._microbatches.memory_budget,
             accumulator=AccumulationType.SUM,
             in_axes=[axes_of(batch), 0],
-            **self._sizes,
         )
         return run(Static(mode), self._batch.without(func_args), list(states), batch, rows)
 
-    def _part(
-        self, mode: Static[str], others: PyTree, states: Any, batch: PyTree, rows: Sequence[Array]
-    ) -> tuple[list[Sums], list[Any]]:
-        layers = self._layers(self._batch.replace(others, batch))
-        drawn = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in rows]
-        return sum_of_terms(layers, states, mode.value, drawn)
+    def _sum_microbatch(
+        self,
+        mode: Static[str],
+        other_args: PyTree,
+        states: Sequence[BlockState | None],
+        batch: PyTree,
+        rows: Sequence[Array],
+    ) -> TermSums:
+        layers = self._layers(self._batch.replace(other_args, batch))
+        randomness = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in rows]
+        return sum_of_terms(layers, states, mode.value, randomness)

@@ -1,8 +1,8 @@
-"""`CurvatureEstimator`: what every estimate of a whole curvature matrix can do."""
+"""`CurvatureEstimator`: the interface of an estimate of the curvature matrix of all parameters."""
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 from jax.typing import ArrayLike
 
@@ -11,25 +11,35 @@ from curvax.curvature.blocks.base import Powers
 from curvax.curvature.estimation_modes import check_mode
 
 IdentityWeight = ArrayLike | Sequence[ArrayLike]
+"""The damping: one number, or one for each block."""
+
+StateT = TypeVar("StateT")
 
 
-class CurvatureEstimator(abc.ABC):
+class CurvatureEstimator(abc.ABC, Generic[StateT]):
     """An estimate of the curvature matrix of the losses that a function registers.
 
-    The objective is the mean over the batch of all registered losses, times their weights. The
-    state of an estimator has the estimate itself, and values that are computed from it only when
-    `update_cache` is called. It is a pytree whose structure stays the same, so that a loop can
-    carry it, unless `update_cache` is asked for what `init` was not told of.
+    The objective is the mean over the batch of the weighted sum of all registered losses. The state
+    of an estimator holds the estimate, and a cache of matrix powers and eigenvalues that only
+    `update_cache` recomputes. The state is a pytree. Its structure is constant, so that
+    `jax.lax.scan` can carry it, unless `update_cache` computes an entry that `init` did not
+    announce.
 
     Arguments:
-        func: the model function, which registers at least one loss.
-        params_index: which of its arguments are the parameters.
-        default_estimation_mode: the mode of `update_curvature_matrix_estimate` if none is given.
+        func: The model function, which registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
+        default_estimation_mode: Mode of `update_curvature_matrix_estimate` unless one is given.
 
     Attributes:
-        func: as given.
-        params_index: as given.
-        default_estimation_mode: as given.
+        func: The model function.
+        params_index: Index of the argument that holds the parameters.
+        default_estimation_mode: Mode of `update_curvature_matrix_estimate` unless one is given.
+
+    Examples:
+        >>> import curvax
+        >>> estimator = curvax.BlockDiagonalCurvature(lambda w, x: None, 0, "ggn_exact")
+        >>> isinstance(estimator, curvax.CurvatureEstimator), estimator.default_mat_type
+        (True, 'ggn')
     """
 
     def __init__(
@@ -41,7 +51,7 @@ class CurvatureEstimator(abc.ABC):
 
     @property
     def default_mat_type(self) -> str:
-        """The matrix that is estimated by default: "fisher" or "ggn"."""
+        """The matrix that the default mode estimates: "fisher" or "ggn"."""
         return self.default_estimation_mode.partition("_")[0]
 
     @property
@@ -57,16 +67,17 @@ class CurvatureEstimator(abc.ABC):
         exact_powers_to_cache: Powers,
         approx_powers_to_cache: Powers,
         cache_eigenvalues: bool = False,
-    ) -> Any:
-        """The state of an estimator that has seen nothing yet.
+    ) -> StateT:
+        """Return the initial state, before any update.
 
         Arguments:
-            rng: a key, for whatever begins at random.
-            func_args: arguments of the function, to trace it with.
-            exact_powers_to_cache: which exact powers `update_cache` will be asked for, one number
-                or several. Others are cached, too, in a state of another structure.
-            approx_powers_to_cache: which approximate ones.
-            cache_eigenvalues: whether it will be asked for eigenvalues.
+            rng: Random key, for representations with a random initial value.
+            func_args: Arguments of the function, to trace it with.
+            exact_powers_to_cache: Exact matrix powers that `update_cache` will compute: a number, a
+                sequence of numbers, or None. Others can be cached too, but they change the
+                structure of the state.
+            approx_powers_to_cache: Approximate matrix powers that `update_cache` will compute.
+            cache_eigenvalues: Whether `update_cache` will compute eigenvalues.
 
         Returns:
             The state.
@@ -75,7 +86,7 @@ class CurvatureEstimator(abc.ABC):
     @abc.abstractmethod
     def multiply_matpower(
         self,
-        state: Any,
+        state: StateT,
         parameter_structured_vector: PyTree,
         identity_weight: IdentityWeight,
         power: float | int,
@@ -83,18 +94,19 @@ class CurvatureEstimator(abc.ABC):
         use_cached: bool,
         pmap_axis_name: str | None,
     ) -> PyTree:
-        """`(matrix + identity_weight * identity) ** power` times a vector.
+        """Multiply a vector by `(matrix + identity_weight * identity) ** power`.
 
         Arguments:
-            state: the state of the estimator.
-            parameter_structured_vector: a pytree like the parameters.
-            identity_weight: what is added to the diagonal: a number, or one for each block.
-            power: any real number.
-            exact_power: whether the power is that of this matrix, and not that of an approximation
-                that is cheaper.
-            use_cached: whether to use what `update_cache` computed last. That may have another
-                `identity_weight` in it. The first power is computed if it is not cached.
-            pmap_axis_name: the name of a mapped axis, if there is one, to share the work out.
+            state: State of the estimator.
+            parameter_structured_vector: A pytree like the parameters.
+            identity_weight: Multiple of the identity that is added to the matrix: one number, or
+                one for each block.
+            power: Any real number.
+            exact_power: Whether to compute the power of this very matrix; otherwise that of a
+                cheaper approximation.
+            use_cached: Whether to use the result of the last `update_cache`, including the
+                `identity_weight` it was given. The power 1 is computed if it is not cached.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
 
         Returns:
             A pytree like the parameters.
@@ -102,14 +114,48 @@ class CurvatureEstimator(abc.ABC):
 
     def multiply(
         self,
-        state: Any,
+        state: StateT,
         parameter_structured_vector: PyTree,
         identity_weight: IdentityWeight,
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
     ) -> PyTree:
-        """`matrix + identity_weight * identity` times a vector; see `multiply_matpower`."""
+        """Multiply a vector by `matrix + identity_weight * identity`.
+
+        Equal to `multiply_matpower` with `power=1`.
+
+        Arguments:
+            state: State of the estimator.
+            parameter_structured_vector: A pytree like the parameters.
+            identity_weight: Multiple of the identity that is added to the matrix: one number, or
+                one for each block.
+            exact_power: Whether to multiply by this very matrix; otherwise by a cheaper
+                approximation of it with the identity added.
+            use_cached: Whether to use the result of the last `update_cache`, if it holds this
+                power.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+
+        Returns:
+            A pytree like the parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> estimator.multiply(state, jnp.ones((2, 1)), 1.0, True, False, None).round()
+            Array([[3.],
+                   [9.]], dtype=float32)
+        """
         return self.multiply_matpower(
             state,
             parameter_structured_vector,
@@ -122,17 +168,50 @@ class CurvatureEstimator(abc.ABC):
 
     def multiply_inverse(
         self,
-        state: Any,
+        state: StateT,
         parameter_structured_vector: PyTree,
         identity_weight: IdentityWeight,
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
     ) -> PyTree:
-        """The inverse of `matrix + identity_weight * identity` times a vector.
+        """Multiply a vector by the inverse of `matrix + identity_weight * identity`.
 
-        Eigenvalues that cannot be told from zero count as the smallest that can: without any
-        `identity_weight`, the inverse of a singular matrix is large, and not infinite.
+        Equal to `multiply_matpower` with `power=-1`. Without damping, eigenvalues that rounding
+        makes indistinguishable from zero are clamped to the smallest distinguishable one, so that
+        the inverse of a singular matrix is large but finite.
+
+        Arguments:
+            state: State of the estimator.
+            parameter_structured_vector: A pytree like the parameters, such as a gradient.
+            identity_weight: Multiple of the identity that is added to the matrix, the damping: one
+                number, or one for each block.
+            exact_power: Whether to invert this very matrix; otherwise a cheaper approximation, such
+                as factored damping (Martens & Grosse 2015, section 6.3).
+            use_cached: Whether to use the inverse that the last `update_cache` computed, with the
+                damping it was given.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+
+        Returns:
+            A pytree like the parameters.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator = curvax.BlockDiagonalCurvature(model)
+            >>> key = jax.random.key(0)
+            >>> state = estimator.init(key, args, None, None)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+            ... )
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> estimator.multiply_inverse(state, gradient, 2.0, True, False, None).round()
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         return self.multiply_matpower(
             state,
@@ -145,21 +224,21 @@ class CurvatureEstimator(abc.ABC):
         )
 
     @abc.abstractmethod
-    def eigenvalues(self, state: Any, use_cached: bool) -> Array:
-        """The eigenvalues of the matrix, in no order.
+    def eigenvalues(self, state: StateT, use_cached: bool) -> Array:
+        """Return the eigenvalues of the matrix, in no particular order.
 
         Arguments:
-            state: the state of the estimator.
-            use_cached: whether to use what `update_cache` computed last.
+            state: State of the estimator.
+            use_cached: Whether to use the result of the last `update_cache`.
 
         Returns:
-            As many numbers as the parameters have elements.
+            A vector with `dim` elements.
         """
 
     @abc.abstractmethod
     def update_curvature_matrix_estimate(
         self,
-        state: Any,
+        state: StateT,
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
@@ -167,53 +246,56 @@ class CurvatureEstimator(abc.ABC):
         func_args: Sequence[PyTree],
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
-    ) -> Any:
-        """Update the estimate with the curvature at some arguments.
+    ) -> StateT:
+        """Update the moving averages with the curvature at these arguments.
 
         Arguments:
-            state: the state of the estimator.
-            ema_old: what the estimate so far is multiplied with.
-            ema_new: the weight of the new one. The estimate is divided by the sum of weights.
-            batch_size: the number of examples (of this device).
-            rng: a key for whatever is random; one for all devices, which draw for each example by
-                its number in the whole batch.
-            func_args: the arguments of the function.
-            pmap_axis_name: the name of a mapped axis to average over, if there is one.
-            estimation_mode: what to estimate, and how. None for `default_estimation_mode`.
+            state: State of the estimator.
+            ema_old: Factor of the averages so far.
+            ema_new: Weight of the new estimate. Averages are divided by the sum of all weights.
+            batch_size: Number of examples, on each device.
+            rng: Random key, the same on all devices. Samples of an example depend on its index in
+                the global batch.
+            func_args: Arguments of the function.
+            pmap_axis_name: Name of a mapped axis to average over, or None.
+            estimation_mode: Matrix to estimate, and the method. None for `default_estimation_mode`.
 
-                - `fisher_gradients`: the Fisher matrix, from gradients for targets that are drawn
-                  from what the model predicts.
-                - `fisher_curvature_prop`: the Fisher matrix, from random signs.
-                - `fisher_exact`: the Fisher matrix, from all outputs in turn. As many backward
-                  passes as an example has outputs.
-                - `fisher_empirical`: gradients for the targets as they are. The losses need such.
-                - `ggn_curvature_prop`, `ggn_exact`: the same for the generalised Gauss-Newton
-                  matrix, for losses of any kind.
+                - `fisher_gradients`: the Fisher matrix, from gradients with targets that are
+                  sampled from the predictive distribution.
+                - `fisher_curvature_prop`: the Fisher matrix, by curvature propagation: its factor
+                  times random signs (Martens, Sutskever & Swersky 2012).
+                - `fisher_exact`: the Fisher matrix, with one backward pass for each output of an
+                  example.
+                - `fisher_empirical`: the empirical Fisher matrix, from gradients with the targets
+                  of the batch, which the losses must have.
+                - `ggn_curvature_prop`, `ggn_exact`: the generalised Gauss-Newton matrix by the
+                  same methods, for any kind of loss.
 
         Returns:
-            The state with the new estimate.
+            The updated state.
         """
 
     @abc.abstractmethod
     def update_cache(
         self,
-        state: Any,
+        state: StateT,
         identity_weight: IdentityWeight,
         exact_powers: Powers,
         approx_powers: Powers,
         eigenvalues: bool,
         pmap_axis_name: str | None,
-    ) -> Any:
-        """Compute powers and eigenvalues of the estimate as it is now, to be used from now on.
+    ) -> StateT:
+        """Compute powers and eigenvalues of the current estimate and cache them.
 
         Arguments:
-            state: the state of the estimator.
-            identity_weight: what is added to the diagonal: a number, or one for each block.
-            exact_powers: which exact powers.
-            approx_powers: which approximate ones.
-            eigenvalues: whether the eigenvalues too.
-            pmap_axis_name: the name of a mapped axis, if there is one, to share the work out.
+            state: State of the estimator.
+            identity_weight: Multiple of the identity that is added to the matrix: one number, or
+                one for each block.
+            exact_powers: Exact matrix powers to cache: a number, a sequence of numbers, or None.
+            approx_powers: Approximate matrix powers to cache.
+            eigenvalues: Whether to cache the eigenvalues too.
+            pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
 
         Returns:
-            The state with these. What was not in its cache before is a further entry.
+            The state with a new cache. Entries that `init` did not announce are added.
         """

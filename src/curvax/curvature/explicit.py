@@ -1,4 +1,10 @@
-"""`ExplicitExactCurvature`: the whole curvature matrix, from gradients of single examples."""
+"""`ExplicitExactCurvature`: the dense curvature matrix, from gradients of single examples.
+
+The Fisher matrix and the GGN of each example are sums of outer products of vectors `Jᵀ c`; see
+`curvax.curvature.estimation_modes` (Schraudolph 2002, "Fast curvature matrix-vector products for
+second-order gradient descent"; Martens 2020, "New insights and perspectives on the natural gradient
+method").
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,44 +16,58 @@ from jax import lax
 
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.backward_passes import AverageUpdate, at_devices
-from curvax.curvature.batch import axes_of, is_of_examples, length_of
-from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature, Structure
-from curvax.curvature.blocks.base import LayerEquation
+from curvax.curvature.backward_passes import AverageUpdate, local_loss_map
+from curvax.curvature.batch import axes_of, has_examples, length_of
+from curvax.curvature.block_diagonal import (
+    BlockCtor,
+    BlockDiagonalCurvature,
+    BlockDiagonalState,
+    MicrobatchOptions,
+    Structure,
+)
+from curvax.curvature.blocks.base import BlockState, LayerEquation
 from curvax.curvature.blocks.full import Full, NaiveFull, products_of_gradients
 from curvax.curvature.blocks.settings import get_max_parallel_elements
-from curvax.curvature.estimation_modes import LocalBatch, draws, num_passes, row_numbers, sweeps
+from curvax.curvature.estimation_modes import (
+    LocalBatch,
+    num_passes,
+    row_indices,
+    sample_randomness,
+    sweeps,
+)
 from curvax.layers.tags import generic_tag
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import ParamUse
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
-_ALONE = LocalBatch(1, None)
-"""An example that is a batch of its own."""
+_SINGLE_EXAMPLE = LocalBatch(1, None)
 
 
 class ExplicitExactCurvature(BlockDiagonalCurvature):
-    """The whole curvature matrix, as one dense block.
+    """The curvature matrix of all parameters, as one dense block.
 
-    It is the mean over examples of outer products of gradients, each of one example alone. So it
-    takes a time that grows with the number of examples, memory that grows with the square of the
-    number of parameters, and each example must be a batch of its own. In the modes `fisher_exact`
-    and `ggn_exact` it is exact.
+    It is the mean over examples of outer products of gradients, each of a single example. So the
+    time of an update is linear in the number of examples and the memory quadratic in the number of
+    parameters, and the function must accept a batch of one example. In the modes `fisher_exact` and
+    `ggn_exact` the matrix is exact.
 
     Arguments:
-        func: the model function, which registers at least one loss.
-        params_index: which of its arguments are the parameters.
-        batch_index: which of them is the batch. All its arrays have the examples along their first
-            axis.
-        default_estimation_mode: the mode of `update_curvature_matrix_estimate` if none is given.
-        layer_tag_to_block_ctor: a class of blocks under "generic_tag", in place of `NaiveFull`.
-        index_to_block_ctor: the same, under the numbers of all parameters.
-        auto_register_tags: without effect: layers do not matter here.
-        microbatch_size: how many examples to take at a time; if neither this nor a budget is given,
-            as many as have `get_max_parallel_elements()` elements.
-        memory_budget: how much memory an update may use, as in `curvax.microbatch`.
-        auto_register_kwargs: as in `curvax.auto_register_tags`.
+        func: The model function, which registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
+        batch_index: Index of the argument, or several, that hold the batch. All of its arrays have
+            the examples along their leading axis.
+        default_estimation_mode: Mode of `update_curvature_matrix_estimate` unless one is given.
+        layer_tag_to_block_ctor: A block class under "generic_tag", in place of `NaiveFull`.
+        index_to_block_ctor: A block class under the tuple of the indices of all parameters, in
+            place of `NaiveFull`.
+        auto_register_tags: Has no effect: layers do not matter here.
+        microbatch_size: Number of examples to process at a time. If neither this nor a budget is
+            given, as many as have `get_max_parallel_elements()` elements.
+        memory_budget: Memory that an update may use, in place of `microbatch_size`: bytes as a
+            number, a string such as "2GB", or a fraction of the device's memory such as "50%". The
+            largest microbatch that fits is taken.
+        auto_register_kwargs: Further options of layer detection; see `curvax.auto_register_tags`.
 
     Examples:
         >>> import jax
@@ -97,28 +117,34 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
 
     @property
     def batch_index(self) -> int | Sequence[int]:
-        """Which argument of the function is the batch."""
+        """The index of the argument, or several, that hold the batch."""
         return self._batch_index
 
     def _updated(
-        self, state: Any, mode: str, rng: Array, func_args: Sequence[PyTree], update: AverageUpdate
-    ) -> Any:
-        batch = self._batch.of(func_args)
-        (block,), (own,) = self._known.blocks, state.blocks_states
+        self,
+        state: BlockDiagonalState,
+        mode: str,
+        rng: Array,
+        func_args: Sequence[PyTree],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
+        batch, sizes = self._batch.of(func_args), self._microbatches_for(func_args, mode)
+        (block,), (block_state,) = self._structure.blocks, state.blocks_states
         run = microbatch(
-            self._examples,
+            self._sum_examples,
             argnums=(3, 4),
+            microbatch_size=sizes.microbatch_size,
+            memory_budget=sizes.memory_budget,
             accumulator=AccumulationType.SUM,
             in_axes=[axes_of(batch), 0],
-            **self._sizes_for(func_args, mode),
         )
         local = self._local_batch(func_args, update)
-        numbers = row_numbers(local.num_examples, (), local)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, numbers)
-        terms = run(Static(mode), self._batch.without(func_args), own, batch, keys)
+        indices = row_indices(local.num_examples, (), local)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, indices)
+        terms = run(Static(mode), self._batch.without(func_args), block_state, batch, keys)
         return self._update_averages(state, [terms], [block.uses], update)
 
-    def _make(self, func_args: Sequence[PyTree]) -> Structure:
+    def _make_structure(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))
         variables = at.processed.params_vars_flat
         indices = tuple(range(len(variables)))
@@ -130,51 +156,57 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         return Structure.of(at, (indices,), (ctor(equation, "all parameters"),))
 
     def _first_example(self, func_args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Return the arguments with a batch of the first example only."""
         batch = self._batch.of(func_args)
-        one = lambda x: jnp.asarray(x)[:1] if is_of_examples(x) else x
-        return self._batch.replace(func_args, jax.tree.map(one, batch))
+        first = lambda x: jnp.asarray(x)[:1] if has_examples(x) else x
+        return self._batch.replace(func_args, jax.tree.map(first, batch))
 
-    def _sizes_for(self, func_args: Sequence[PyTree], mode: str) -> dict[str, Any]:
-        """How many examples to take at a time."""
-        if not self._at_once:
-            return self._sizes
+    def _microbatches_for(self, func_args: Sequence[PyTree], mode: str) -> MicrobatchOptions:
+        """Return the size of microbatches, by default from `get_max_parallel_elements`."""
+        if not self._microbatches.is_none:
+            return self._microbatches
         at = self._traced.at(self._first_example(func_args))
-        rows = num_passes(mode, draws(at, mode, jax.random.key(0), _ALONE), row_by_row=True)
+        randomness = sample_randomness(at, mode, jax.random.key(0), _SINGLE_EXAMPLE)
+        rows = num_passes(mode, randomness, row_by_row=True)
         size = get_max_parallel_elements() // max(self.dim * rows, 1)
         length = length_of(self._batch.of(func_args))
-        return {"microbatch_size": min(max(size, 1), max(length, 1))}
+        return MicrobatchOptions(min(max(size, 1), max(length, 1)), None)
 
-    def _examples(
-        self, mode: Static[str], others: PyTree, state: Any, batch: PyTree, keys: Array
+    def _sum_examples(
+        self,
+        mode: Static[str],
+        other_args: PyTree,
+        state: BlockState,
+        batch: PyTree,
+        keys: Array,
     ) -> Sums:
-        """The sum over some examples of the terms of their gradients."""
-        (block,) = self._known.blocks
+        """Return the sum over the examples of a microbatch of the terms of their gradients."""
+        (block,) = self._structure.blocks
 
         leaves, tree = jax.tree.flatten(batch)
         axes = jax.tree.leaves(axes_of(batch), is_leaf=lambda axis: axis is None)
 
         def of_example(example: Sequence[Array], key: Array) -> list[Array]:
             pairs = zip(example, axes, strict=True)
-            alone = jax.tree.unflatten(tree, [x if axis is None else x[None] for x, axis in pairs])
-            return self._gradients(self._batch.replace(others, alone), mode.value, key)
+            single = jax.tree.unflatten(tree, [x if axis is None else x[None] for x, axis in pairs])
+            return self._gradients(self._batch.replace(other_args, single), mode.value, key)
 
         gradients = jax.vmap(of_example, (axes, 0))(leaves, keys)
         rows = [x.reshape(-1, *x.shape[2:]) for x in gradients]
         if isinstance(block, Full):
             products = products_of_gradients([x.astype(block.dtype) for x in rows])
             return Sums(of_cotangents=products)
-        terms = lambda own: block.terms(Sums(of_cotangents=own), block.uses, state)
+        terms = lambda row: block.terms(Sums(of_cotangents=row), block.uses, state)
         return jax.tree.map(lambda x: jnp.sum(x, 0), jax.vmap(terms)(rows))
 
     def _gradients(self, func_args: Sequence[PyTree], mode: str, key: Array) -> list[Array]:
-        """The gradients of a batch of one example in all passes, by parameter."""
-        at = at_devices(self._traced, func_args, self.params_index)
+        """Return the gradients of a single example in all passes: an array for each parameter."""
+        at = local_loss_map(self._traced, func_args, self.params_index)
         dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
-        passes = sweeps(
-            at, (dependants, others), mode, draws(at, mode, key, _ALONE), row_by_row=True
-        )
-        each = [
+        randomness = sample_randomness(at, mode, key, _SINGLE_EXAMPLE)
+        passes = sweeps(at, (dependants, others), mode, randomness, row_by_row=True)
+        of_sweeps = [
             lax.map(lambda k, s=sweep: transposed(s.cotangents(k))[0], jnp.arange(sweep.count))
             for sweep in passes
         ]
-        return [jnp.concatenate(xs) for xs in zip(*each, strict=True)]
+        return [jnp.concatenate(xs) for xs in zip(*of_sweeps, strict=True)]

@@ -1,9 +1,12 @@
 """`ImplicitExactCurvature`: products with exact curvature matrices that are never formed.
 
-Let J be the Jacobian of what the losses depend on by the parameters, and C the Fisher matrix or the
-GGN of the losses in these, which is small: one block for each example. Then the matrix in the
-parameters is `Jᵀ C J`, and a product with it is `J v` forward, C in the middle, and `Jᵀ` back. Both
-passes come from one linearisation. With `C = B Bᵀ` its factor is `Jᵀ B`.
+Let J be the Jacobian of the inputs of the losses with respect to the parameters, and C the Fisher
+matrix or the GGN of the losses in their inputs, which has a small block for each example. Then the
+matrix of the parameters is `Jᵀ C J`, and a product with it is `J v` forward, C in the middle, and
+`Jᵀ` backward, both passes from one linearisation (Schraudolph 2002, "Fast curvature matrix-vector
+products for second-order gradient descent"). With `C = B Bᵀ` its factor is `Jᵀ B`. Products with
+the Hessian are derivatives of the gradient along a vector (Pearlmutter 1994, "Fast exact
+multiplication by the Hessian").
 """
 
 from collections.abc import Callable, Sequence
@@ -33,44 +36,48 @@ from curvax.layers.tracing.loss_derivatives import LossDerivatives
 from curvax.layers.tracing.loss_map import LossTangents
 
 Number = int | float | Array
+"""A number of examples, known or traced."""
 
 
 @final
 class ImplicitExactCurvature:
     """Products of vectors with exact curvature matrices, none of which is ever formed.
 
-    The objective is the mean over the batch of all losses that `func` registers, weights included:
+    The objective is the mean over the batch of the weighted sum of all losses that `func`
+    registers:
 
         objective = lambda params: sum(jnp.sum(loss.evaluate()) for loss in losses) / N
 
     Products with its Hessian equal `jax.jvp(jax.grad(objective), (params,), (v,))[1]`. Products
     with its Fisher matrix or GGN equal `Jᵀ C J v / N`, where J is the Jacobian of the inputs of the
-    losses by the parameters and C the Fisher matrix or the GGN of the losses in their inputs; those
-    with a factor of these equal `Jᵀ B u / sqrt(N)`, where `C = B Bᵀ`, except that no matrix exists
-    at any time. All methods are functions of arrays, and compose with `jax.jit`, `jax.vmap` and
-    `jax.grad`. `func` is traced once for each shape of its arguments.
+    losses with respect to the parameters and C the Fisher matrix or the GGN of the losses in their
+    inputs; those with a factor of these equal `Jᵀ B u / sqrt(N)`, where `C = B Bᵀ`; except that no
+    matrix is ever formed. All methods are functions of arrays and compose with `jax.jit`,
+    `jax.vmap` and `jax.grad`. `func` is traced once for each shape of its arguments.
 
-    A loss inside loops or of `jax.vmap` is one loss, with their axes merged into that of its
-    batch. What it adds up to is still divided by the number of examples in the batch.
+    A loss inside loops or `jax.vmap` is one loss, with their axes merged into its batch axis. Its
+    sum is still divided by the number of examples in the batch.
 
     Arguments:
-        func: a function that registers at least one loss. What it returns does not matter.
-        params_index: which of its arguments are the parameters.
-        batch_size_extractor: a function of the batch that returns its number of examples N, a
-            Python int or a traced number.
-        batch_index: which argument is the batch, or which ones; then `batch_size_extractor` is
-            given a tuple of these. None is the last argument that is not the parameters.
-        microbatch_size: the most examples to compute at once. Results are the same, to rounding, if
-            `func` does to each example what it would do to it alone. The batch is split along the
-            first axis of its arrays; random keys and arrays without axes are passed whole, as all
-            other arguments are. None takes all.
-        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
-            The largest microbatch is taken with which the product, compiled by itself, allocates
-            no more.
+        func: A function that registers at least one loss. Its result is ignored.
+        params_index: Index of the argument that holds the parameters.
+        batch_size_extractor: A function of the batch that returns its number of examples N, as a
+            Python number or traced.
+        batch_index: Index of the argument that holds the batch, or several, of which
+            `batch_size_extractor` is then given a tuple. None for the last argument that is not the
+            parameters.
+        microbatch_size: Number of examples to process at a time; None for all. Results are the
+            same, up to rounding, if the examples do not interact in `func`. The batch is divided
+            along the leading axis of its arrays; random keys and arrays without axes are passed
+            unchanged, like all other arguments.
+        memory_budget: Memory that a product may use, in place of `microbatch_size`, in any form
+            that `parse_memory` accepts: bytes as a number, a string such as "2GB", or a fraction of
+            the device's memory such as "50%". The microbatch is the largest for which the product,
+            compiled by itself, allocates no more.
 
     Raises:
-        TypeError: if the size of a microbatch is no integer.
-        ValueError: if that is not positive, or both a size and a budget are given.
+        TypeError: If `microbatch_size` is not an integer.
+        ValueError: If `microbatch_size` is not positive, or both a size and a budget are given.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -102,96 +109,185 @@ class ImplicitExactCurvature:
         self._sum = SumOverExamples(self._model, self._argument, microbatch_size, memory_budget)
 
     def batch_size(self, func_args: Sequence[PyTree]) -> Number:
-        """The number of examples that means are over.
+        """Return the number of examples that means are taken over.
 
         Arguments:
-            func_args: the arguments of `func`.
+            func_args: Arguments of `func`.
 
         Returns:
-            What `batch_size_extractor` says of the batch among them.
+            The result of `batch_size_extractor` for the batch among the arguments.
 
         Raises:
-            ValueError: as `default_batch_size_extractor`, or if there is no such argument.
+            ValueError: If there is no such argument, or the default extractor finds arrays that
+                disagree or none with an axis.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.batch_size(func_args)
+            2
         """
         return self._batch_size_extractor(self._argument.of(func_args))
 
     def mean_loss(self, func_args: Sequence[PyTree]) -> Array:
-        """The objective itself: the mean over the batch of all losses, weights included.
+        """Return the objective: the mean over the batch of the weighted sum of all losses.
 
         Arguments:
-            func_args: the arguments of `func`.
+            func_args: Arguments of `func`.
 
         Returns:
-            A number.
+            A scalar.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if a loss has no targets, or the batch size is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If a loss has no targets, or the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> f"{exact.mean_loss(func_args):.3f}"  # A negative log-likelihood, with its constant.
+            '5.286'
         """
         return self._mean(total, None, func_args, None)
 
     def multiply_hessian(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree
     ) -> PyTree:
-        """The product of the Hessian of the mean loss and a vector.
+        """Multiply a vector by the Hessian of the mean loss.
 
         Arguments:
-            func_args: the arguments of `func`.
-            parameter_structured_vector: a pytree like the parameters.
+            func_args: Arguments of `func`.
+            parameter_structured_vector: A pytree like the parameters.
 
         Returns:
             A pytree like the parameters.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if the vector is not like the parameters, a loss has no targets, or the
-                batch size is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vector is not like the parameters, a loss has no targets, or the
+                batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.multiply_hessian(func_args, jnp.ones((2, 1)))
+            Array([[2.],
+                   [8.]], dtype=float32)
         """
         return self._mean(hessian_product, None, func_args, parameter_structured_vector)
 
     def multiply_fisher(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree
     ) -> PyTree:
-        """The product of the Fisher matrix of the mean loss and a vector.
+        """Multiply a vector by the Fisher matrix of the mean loss.
 
         Arguments:
-            func_args: the arguments of `func`.
-            parameter_structured_vector: a pytree like the parameters.
+            func_args: Arguments of `func`.
+            parameter_structured_vector: A pytree like the parameters.
 
         Returns:
             A pytree like the parameters.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if the vector is not like the parameters, a loss has no Fisher matrix, or
-                the batch size is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vector is not like the parameters, a loss has no Fisher matrix, or
+                the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.multiply_fisher(func_args, jnp.ones((2, 1))).round()
+            Array([[2.],
+                   [8.]], dtype=float32)
         """
         return self._mean(product, MATRICES["fisher"], func_args, parameter_structured_vector)
 
     def multiply_ggn(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree
     ) -> PyTree:
-        """The product of the GGN of the mean loss and a vector.
+        """Multiply a vector by the generalised Gauss-Newton matrix of the mean loss.
 
-        Arguments, result and errors are as those of `multiply_fisher`, but all losses have a GGN.
+        Arguments:
+            func_args: Arguments of `func`.
+            parameter_structured_vector: A pytree like the parameters.
+
+        Returns:
+            A pytree like the parameters.
+
+        Raises:
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vector is not like the parameters, or the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.multiply_ggn(func_args, jnp.ones((2, 1))).round()
+            Array([[2.],
+                   [8.]], dtype=float32)
         """
         return self._mean(product, MATRICES["ggn"], func_args, parameter_structured_vector)
 
     def multiply_fisher_factor_transpose(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree
     ) -> tuple[Array, ...]:
-        """The product of the transpose of a factor of the Fisher matrix and a vector.
+        """Multiply a vector by the transpose of a factor of the Fisher matrix.
 
         Arguments:
-            func_args: the arguments of `func`.
-            parameter_structured_vector: a pytree like the parameters.
+            func_args: Arguments of `func`.
+            parameter_structured_vector: A pytree like the parameters.
 
         Returns:
-            `Bᵀ v`, where the Fisher matrix is `B Bᵀ`: an array for each loss, of the shapes that
-            `get_loss_inner_vector_shapes_and_batch_size` tells.
+            `Fᵀ v`, where the Fisher matrix is `F Fᵀ`: an array for each loss, with the shapes that
+            `get_loss_inner_vector_shapes_and_batch_size` returns.
 
         Raises:
-            RegistrationError, ValueError: as `multiply_fisher`.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vector is not like the parameters, a loss has no Fisher matrix, or
+                the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> v = jnp.ones((2, 1))
+            >>> (inner,) = exact.multiply_fisher_factor_transpose(func_args, v)
+            >>> bool(jnp.allclose(jnp.vdot(inner, inner), 10.0))  # The quadratic form of v.
+            True
         """
         return self._mean(
             factor_transpose, MATRICES["fisher"], func_args, parameter_structured_vector, root=True
@@ -200,7 +296,34 @@ class ImplicitExactCurvature:
     def multiply_ggn_factor_transpose(
         self, func_args: Sequence[PyTree], parameter_structured_vector: PyTree
     ) -> tuple[Array, ...]:
-        """As `multiply_fisher_factor_transpose`, for the GGN."""
+        """Multiply a vector by the transpose of a factor of the generalised Gauss-Newton matrix.
+
+        Arguments:
+            func_args: Arguments of `func`.
+            parameter_structured_vector: A pytree like the parameters.
+
+        Returns:
+            `Fᵀ v`, where the GGN is `F Fᵀ`: an array for each loss, with the shapes that
+            `get_loss_inner_vector_shapes_and_batch_size` returns.
+
+        Raises:
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vector is not like the parameters, or the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> v = jnp.ones((2, 1))
+            >>> (inner,) = exact.multiply_ggn_factor_transpose(func_args, v)
+            >>> bool(jnp.allclose(jnp.vdot(inner, inner), 10.0))  # The quadratic form of v.
+            True
+        """
         return self._mean(
             factor_transpose, MATRICES["ggn"], func_args, parameter_structured_vector, root=True
         )
@@ -208,20 +331,34 @@ class ImplicitExactCurvature:
     def multiply_fisher_factor(
         self, func_args: Sequence[PyTree], loss_inner_vectors: Sequence[Array]
     ) -> PyTree:
-        """The product of a factor of the Fisher matrix and a vector.
+        """Multiply a vector by a factor of the Fisher matrix.
 
         Arguments:
-            func_args: the arguments of `func`.
-            loss_inner_vectors: an array for each loss, of the shapes that
-                `get_loss_inner_vector_shapes_and_batch_size` tells.
+            func_args: Arguments of `func`.
+            loss_inner_vectors: An array for each loss, with the shapes that
+                `get_loss_inner_vector_shapes_and_batch_size` returns.
 
         Returns:
-            `B v`, where the Fisher matrix is `B Bᵀ`: a pytree like the parameters.
+            `F u`, where the Fisher matrix is `F Fᵀ`: a pytree like the parameters.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if there are other vectors than that, a loss has no Fisher matrix, or the
-                batch size is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vectors have other shapes, a loss has no Fisher matrix, or the batch
+                size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> inner = exact.multiply_fisher_factor_transpose(func_args, jnp.ones((2, 1)))
+            >>> exact.multiply_fisher_factor(func_args, inner).round()
+            Array([[2.],
+                   [8.]], dtype=float32)
         """
         return self._mean(
             factor, MATRICES["fisher"], func_args, list(loss_inner_vectors), root=True
@@ -230,28 +367,68 @@ class ImplicitExactCurvature:
     def multiply_ggn_factor(
         self, func_args: Sequence[PyTree], loss_inner_vectors: Sequence[Array]
     ) -> PyTree:
-        """As `multiply_fisher_factor`, for the GGN."""
+        """Multiply a vector by a factor of the generalised Gauss-Newton matrix.
+
+        Arguments:
+            func_args: Arguments of `func`.
+            loss_inner_vectors: An array for each loss, with the shapes that
+                `get_loss_inner_vector_shapes_and_batch_size` returns.
+
+        Returns:
+            `F u`, where the GGN is `F Fᵀ`: a pytree like the parameters.
+
+        Raises:
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vectors have other shapes, or the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> inner = exact.multiply_ggn_factor_transpose(func_args, jnp.ones((2, 1)))
+            >>> exact.multiply_ggn_factor(func_args, inner).round()
+            Array([[2.],
+                   [8.]], dtype=float32)
+        """
         return self._mean(factor, MATRICES["ggn"], func_args, list(loss_inner_vectors), root=True)
 
     def multiply_jacobian_transpose(
         self, func_args: Sequence[PyTree], loss_input_vectors: LossTangents
     ) -> PyTree:
-        """The product of the transpose of the model's Jacobian and a vector.
+        """Multiply a vector by the transpose of the model's Jacobian.
 
-        It is a sum over the batch, not a mean.
+        The product is a sum over the batch, not a mean.
 
         Arguments:
-            func_args: the arguments of `func`.
-            loss_input_vectors: for each loss one array for each of its `parameter_dependants`, of
-                the shapes that `get_loss_input_shapes_and_batch_size` tells.
+            func_args: Arguments of `func`.
+            loss_input_vectors: For each loss an array for each of its `parameter_dependants`, with
+                the shapes that `get_loss_input_shapes_and_batch_size` returns.
 
         Returns:
-            `Jᵀ v`, where J is the Jacobian of the inputs of the losses: a pytree like the
+            `Jᵀ u`, where J is the Jacobian of the inputs of the losses: a pytree like the
             parameters.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if there are other vectors than that.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the vectors have other shapes.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.multiply_jacobian_transpose(func_args, [[jnp.ones((2, 1))]])
+            Array([[2.],
+                   [4.]], dtype=float32)
         """
         vectors = [tuple(each) for each in loss_input_vectors]
         return self._sum(jacobian_transpose, None, func_args, vectors)
@@ -259,21 +436,33 @@ class ImplicitExactCurvature:
     def get_loss_inner_vector_shapes_and_batch_size(
         self, func_args: Sequence[PyTree], mode: str
     ) -> tuple[tuple[Shape, ...], Number]:
-        """The shapes of what `multiply_fisher_factor` or `multiply_ggn_factor` takes.
+        """Return the shapes of the inner vectors of `multiply_fisher_factor` or `_ggn_factor`.
 
-        Nothing is computed for it.
+        This only traces the function.
 
         Arguments:
-            func_args: the arguments of `func`.
+            func_args: Arguments of `func`.
             mode: "fisher" or "ggn".
 
         Returns:
             A tuple of a shape for each loss, and the batch size.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if the mode is another word, a loss has no Fisher matrix, or the batch size
-                is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If `mode` is neither, a loss has no Fisher matrix, or the batch size is
+                unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.get_loss_inner_vector_shapes_and_batch_size(func_args, "ggn")
+            (((2, 1),), 2)
         """
         if mode not in MATRICES:
             raise ValueError(f"{where()}: mode must be 'fisher' or 'ggn', got {mode!r}.")
@@ -283,17 +472,31 @@ class ImplicitExactCurvature:
     def get_loss_input_shapes_and_batch_size(
         self, func_args: Sequence[PyTree]
     ) -> tuple[tuple[tuple[Shape, ...], ...], Number]:
-        """The shapes of what `multiply_jacobian_transpose` takes. Nothing is computed for it.
+        """Return the shapes of the vectors of `multiply_jacobian_transpose`.
+
+        This only traces the function.
 
         Arguments:
-            func_args: the arguments of `func`.
+            func_args: Arguments of `func`.
 
         Returns:
-            A tuple with a tuple for each loss of the shapes of its inputs, and the batch size.
+            For each loss a tuple of the shapes of its inputs, and the batch size.
 
         Raises:
-            RegistrationError: if `func` registers no loss, or one was lost.
-            ValueError: if the batch size is not known.
+            RegistrationError: If `func` registers no loss, or JAX removed one.
+            ValueError: If the batch size is unknown.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, batch):
+            ...     x, y = batch
+            ...     curvax.register_squared_error_loss(x @ w, y, weight=0.5)
+            >>> batch = jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.zeros((2, 1))
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> func_args = jnp.ones((2, 1)), batch
+            >>> exact.get_loss_input_shapes_and_batch_size(func_args)
+            ((((2, 1),),), 2)
         """
         shapes = self._model.inspect(func_args, shapes_of_inputs)
         return shapes, self._known_batch_size(func_args)
@@ -306,19 +509,19 @@ class ImplicitExactCurvature:
         vector: PyTree,
         root: bool = False,
     ) -> PyTree:
-        """A product that is a sum over examples, divided by their number or by its root."""
+        """Divide a product, a sum over examples, by their number or by its square root."""
         size = self.batch_size(func_args)
-        return _divided(self._sum(operation, matrix, func_args, vector), size, root)
+        return _divide(self._sum(operation, matrix, func_args, vector), size, root)
 
     def _known_batch_size(self, func_args: Sequence[PyTree]) -> Number:
-        """The batch size, as a Python int where it is known."""
+        """Return the batch size, as a Python int if it is known."""
         size = self.batch_size(func_args)
         known = as_integer(size)
         return size if known is None else known
 
 
-def _divided(tree: PyTree, batch_size: Number, root: bool) -> PyTree:
-    """Arrays divided by the batch size or its root, which half precision may not hold."""
+def _divide(tree: PyTree, batch_size: Number, root: bool) -> PyTree:
+    """Divide arrays by the batch size or its square root, which half precision may not hold."""
 
     def divide(x: Array) -> Array:
         wide = at_least_single(x.dtype)

@@ -1,12 +1,13 @@
-"""Curvature as a linear operator: a matrix that is known only by its products.
+"""Curvature as a linear operator: a matrix that is known only by its products with vectors.
 
-`CurvatureOperator` has such a product for pytrees and for vectors, and turns itself into an
-operator of lineax or SciPy, whose solvers then take it.
+`CurvatureOperator` multiplies pytrees and flat vectors. It converts to an operator of lineax or
+SciPy, for their solvers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,20 @@ from jax.typing import ArrayLike
 
 from curvax._errors import where
 from curvax._types import Array, PyTree
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature, BlockDiagonalState
 from curvax.curvature.implicit import ImplicitExactCurvature
 
-# The one door to lineax and matfree, which are optional.
+if TYPE_CHECKING:
+    import lineax
+    import scipy.sparse.linalg
+
+# lineax and matfree are optional dependencies; nothing else imports them.
 
 _ADVICE = "which is not installed: pip install 'curvax[linear]'."
 
 
-def import_lineax() -> Any:
-    """The module lineax."""
+def import_lineax() -> ModuleType:
+    """Import lineax; raise an error that says how to install it."""
     try:
         import lineax
     except ImportError as error:
@@ -33,8 +38,8 @@ def import_lineax() -> Any:
     return lineax
 
 
-def import_matfree_decompositions() -> Any:
-    """The module matfree.decomp."""
+def import_matfree_decompositions() -> ModuleType:
+    """Import matfree.decomp; raise an error that says how to install it."""
     try:
         from matfree import decomp
     except ImportError as error:
@@ -47,12 +52,22 @@ _MATRICES = ("fisher", "ggn", "hessian")
 
 @dataclass(frozen=True, eq=False)
 class CurvatureOperator:
-    """A symmetric matrix, by its products with vectors.
+    """A symmetric matrix that is known by its products with vectors.
 
     Attributes:
-        multiply: its product with a pytree like the parameters.
-        params: the shapes and dtypes of the parameters.
-        is_positive: whether it is known to be positive semi-definite.
+        multiply: The product with a pytree like the parameters.
+        params: The shapes and dtypes of the parameters: a pytree of `jax.ShapeDtypeStruct`s.
+        is_positive: Whether the matrix is known to be positive semi-definite.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> params = {"b": jax.ShapeDtypeStruct((2,), jnp.float32)}
+        >>> double = lambda tree: jax.tree.map(lambda x: 2 * x, tree)
+        >>> operator = curvax.CurvatureOperator(double, params, is_positive=True)
+        >>> operator.shape, operator.matvec(jnp.ones(2))
+        ((2, 2), Array([2., 2.], dtype=float32))
     """
 
     multiply: Callable[[PyTree], PyTree]
@@ -61,26 +76,36 @@ class CurvatureOperator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows and of columns."""
+        """The numbers of rows and columns."""
         size = sum(x.size for x in jax.tree.leaves(self.params))
         return size, size
 
     @property
-    def dtype(self) -> Any:
-        """The dtype of the vectors that `matvec` takes."""
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the vectors of `matvec`."""
         return jnp.result_type(*jax.tree.leaves(self.params))
 
     def matvec(self, vector: ArrayLike) -> Array:
-        """The product with a vector: a pytree like the parameters, as `ravel_pytree` flattens it.
+        """Multiply a flat vector: a pytree like the parameters as `ravel_pytree` flattens it.
 
         Arguments:
-            vector: as many numbers as the parameters have elements.
+            vector: A vector with as many elements as the parameters.
 
         Returns:
-            As many numbers.
+            A vector with as many elements.
 
         Raises:
-            ValueError: if there are more or fewer.
+            ValueError: If the vector has another shape.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def func(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> curvax.as_linear_operator(exact, args).matvec(jnp.array([0.0, 1.0]))
+            Array([1., 2.], dtype=float32)
         """
         flat = jnp.asarray(vector, self.dtype)
         if flat.shape != self.shape[:1]:
@@ -91,57 +116,87 @@ class CurvatureOperator:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
         return ravel_pytree(self.multiply(ravel_pytree(zeros)[1](flat)))[0].astype(self.dtype)
 
-    def as_lineax(self) -> Any:
-        """The same as an operator of lineax, on pytrees like the parameters.
+    def as_lineax(self) -> "lineax.FunctionLinearOperator":
+        """Return a lineax operator on pytrees like the parameters.
 
         Returns:
             A `lineax.FunctionLinearOperator`, tagged as symmetric or positive semi-definite.
+
+        Raises:
+            ImportError: If lineax is not installed.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import lineax
+            >>> import curvax
+            >>> def func(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> operator = curvax.as_linear_operator(exact, args, identity_weight=2.0).as_lineax()
+            >>> solver = lineax.CG(rtol=1e-6, atol=1e-6)
+            >>> gradient = jnp.array([[4.0], [10.0]])
+            >>> lineax.linear_solve(operator, gradient, solver).value.round()
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         lineax = import_lineax()
         tag = lineax.positive_semidefinite_tag if self.is_positive else lineax.symmetric_tag
         return lineax.FunctionLinearOperator(self.multiply, self.params, tag)
 
-    def as_scipy(self) -> Any:
-        """The same as an operator of SciPy, on NumPy vectors.
+    def as_scipy(self) -> "scipy.sparse.linalg.LinearOperator":
+        """Return a SciPy operator on NumPy vectors.
 
         Returns:
             A `scipy.sparse.linalg.LinearOperator`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from scipy.sparse.linalg import eigsh
+            >>> import curvax
+            >>> def func(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> exact = curvax.ImplicitExactCurvature(func)
+            >>> operator = curvax.as_linear_operator(exact, args).as_scipy()
+            >>> [round(float(x), 3) for x in eigsh(operator, k=1, return_eigenvectors=False)]
+            [8.0]
         """
         from scipy.sparse import linalg
 
         compiled = jax.jit(self.matvec)
-        product = lambda vector: np.asarray(compiled(np.ravel(vector)))
-        made: Any = linalg.LinearOperator
-        return made(self.shape, matvec=product, rmatvec=product, dtype=self.dtype)
+        multiply = lambda vector: np.asarray(compiled(np.ravel(vector)))
+        # `LinearOperator.__new__` returns a subclass with other parameters.
+        make: Any = linalg.LinearOperator
+        return make(self.shape, matvec=multiply, rmatvec=multiply, dtype=self.dtype)
 
 
 def as_linear_operator(
     curvature: BlockDiagonalCurvature | ImplicitExactCurvature,
-    at: Any,
+    at: BlockDiagonalState | Sequence[PyTree],
     *,
     identity_weight: ArrayLike = 0.0,
     inverse: bool = False,
     matrix: str = "ggn",
     use_cached: bool = False,
 ) -> CurvatureOperator:
-    """A curvature matrix, or its damped inverse, as a linear operator.
+    """Return a curvature matrix, or its damped inverse, as a linear operator.
 
     Arguments:
-        curvature: an estimator, or exact products.
-        at: the state of the estimator; for exact products, the arguments of the function.
-        identity_weight: a multiple of the identity that is added.
-        inverse: whether the operator is the inverse. Only estimators have one; for exact products,
-            give the operator to a solver.
-        matrix: which of the exact products: "fisher", "ggn" or "hessian". Estimators do not need
-            it.
-        use_cached: whether an estimator uses what its cache has; the power, 1 or -1, must have been
-            cached as an exact one.
+        curvature: An estimator, or exact products.
+        at: The state of the estimator; for exact products, the arguments of the function.
+        identity_weight: Multiple of the identity that is added to the matrix.
+        inverse: Whether to return the inverse. Exact products have none; pass the operator to a
+            solver instead.
+        matrix: Matrix of the exact products: "fisher", "ggn" or "hessian". Ignored for estimators.
+        use_cached: Whether an estimator uses its cache, which must hold the exact power 1 or -1.
 
     Returns:
         The operator.
 
     Raises:
-        ValueError: if there is no such matrix, or no inverse.
+        ValueError: If there is no such matrix or inverse.
+        TypeError: If `at` is the state of an estimator for exact products, or the other way round.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -155,14 +210,20 @@ def as_linear_operator(
         Array([5., 1.], dtype=float32)
     """
     if isinstance(curvature, ImplicitExactCurvature):
+        if isinstance(at, BlockDiagonalState):
+            raise TypeError(f"{where()}: for exact products, at must be the function's arguments.")
         if inverse:
             raise ValueError(
-                f"{where()}: exact products have no inverse. Give the operator itself to a solver, "
-                f"such as lineax.CG, or take an estimator."
+                f"{where()}: exact products have no inverse. Pass the operator itself to a solver, "
+                f"such as lineax.CG, or use an estimator."
             )
         if matrix not in _MATRICES:
-            raise ValueError(f"{where()}: matrix is one of {_MATRICES}, got {matrix!r}.")
+            raise ValueError(f"{where()}: matrix must be one of {_MATRICES}, got {matrix!r}.")
         return _exact(curvature, at, identity_weight, matrix)
+    if not isinstance(at, BlockDiagonalState):
+        raise TypeError(
+            f"{where()}: for an estimator, at must be its state, got {type(at).__name__}."
+        )
     power = -1 if inverse else 1
 
     def multiply(vector: PyTree) -> PyTree:
@@ -173,7 +234,10 @@ def as_linear_operator(
 
 
 def _exact(
-    curvature: ImplicitExactCurvature, func_args: Any, identity_weight: ArrayLike, matrix: str
+    curvature: ImplicitExactCurvature,
+    func_args: Sequence[PyTree],
+    identity_weight: ArrayLike,
+    matrix: str,
 ) -> CurvatureOperator:
     product = getattr(curvature, f"multiply_{matrix}")
 

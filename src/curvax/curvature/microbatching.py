@@ -1,7 +1,7 @@
-"""Products that are sums over the examples of a batch, of all at once or of microbatches in turn.
+"""Products that are sums over the examples of a batch, computed at once or in microbatches.
 
-What the losses of a model depend on has rows that belong to examples. Sums over them come out the
-same from microbatches if each has its share of the rows of every loss, which is checked.
+The inputs of the losses have rows that belong to examples. A sum over them is the sum over
+microbatches if every microbatch has its proportion of the rows of every loss, which is checked.
 """
 
 import functools
@@ -25,12 +25,19 @@ from curvax.layers.tracing.loss_map import Losses
 from curvax.maps.accumulators import AccumulationType
 from curvax.maps.microbatch import microbatch
 
-_OF_LOSSES: tuple[Operation, ...] = (factor, jacobian_transpose)
-"""Products with vectors that have a part for each example."""
+_WITH_VECTORS_OF_LOSSES: tuple[Operation, ...] = (factor, jacobian_transpose)
+"""Products with vectors that have rows for each example."""
 
 
 class SumOverExamples:
-    """Computes products, in microbatches if a size or a budget is given."""
+    """Computes products, in microbatches if a size or a memory budget is given.
+
+    Arguments:
+        model: The losses of the function and their derivatives.
+        argument: The arguments that hold the batch.
+        microbatch_size: Number of examples to process at a time; None for all.
+        memory_budget: Memory that a product may use, in place of `microbatch_size`.
+    """
 
     def __init__(
         self,
@@ -47,7 +54,7 @@ class SumOverExamples:
             microbatch_size=microbatch_size,
             memory_budget=memory_budget,
         )
-        self._in_microbatches(self._part)  # A wrong size or budget is an error here.
+        self._in_microbatches(self._of_microbatch)  # Validates the size and the budget.
 
     def __call__(
         self,
@@ -56,28 +63,35 @@ class SumOverExamples:
         func_args: Sequence[PyTree],
         vector: PyTree,
     ) -> PyTree:
-        """The product of the whole batch."""
+        """Return the product for the entire batch."""
         batch = self._argument.of(func_args)
         if self._at_once:
             return operation(self._model, func_args, matrix, vector)[0]
-        task = self._task(operation, matrix, func_args, vector, length_of(batch))
+        task = self._checked_task(operation, matrix, func_args, vector, length_of(batch))
         kind = AccumulationType.CONCAT if operation is factor_transpose else AccumulationType.SUM
-        run = self._in_microbatches(self._part, accumulator=kind, in_axes=[axes_of(batch), 0])
-        whole, split = ((), vector) if operation in _OF_LOSSES else (vector, ())
-        return run(Static(task), self._argument.without(func_args), whole, batch, split)
+        run = self._in_microbatches(
+            self._of_microbatch, accumulator=kind, in_axes=[axes_of(batch), 0]
+        )
+        of_params, of_losses = ((), vector) if task.has_vectors_of_losses else (vector, ())
+        return run(Static(task), self._argument.without(func_args), of_params, batch, of_losses)
 
-    def _part(
-        self, task: Static["_Task"], others: PyTree, vector: PyTree, batch: PyTree, split: PyTree
+    def _of_microbatch(
+        self,
+        static_task: Static["_Task"],
+        other_args: PyTree,
+        of_params: PyTree,
+        batch: PyTree,
+        of_losses: PyTree,
     ) -> PyTree:
-        """The product of a microbatch, and a vector, or one that is split like the batch."""
-        given = task.value
-        func_args = self._argument.replace(others, batch)
-        vector = split if given.operation in _OF_LOSSES else vector
-        product, losses = given.operation(self._model, func_args, given.matrix, vector)
-        given.check(losses, length_of(batch))
+        """Return the product for a microbatch, with a vector like the parameters or the losses."""
+        task = static_task.value
+        func_args = self._argument.replace(other_args, batch)
+        vector = of_losses if task.has_vectors_of_losses else of_params
+        product, losses = task.operation(self._model, func_args, task.matrix, vector)
+        task.check(losses, length_of(batch))
         return product
 
-    def _task(
+    def _checked_task(
         self,
         operation: Operation,
         matrix: LossMatrix | None,
@@ -85,43 +99,54 @@ class SumOverExamples:
         vector: PyTree,
         length: int,
     ) -> "_Task":
-        """What is to be done, if it can be done in microbatches."""
+        """Return the task; raise an error if it cannot be computed in microbatches."""
 
         def look(losses: Losses) -> tuple[int, ...]:
-            if operation in _OF_LOSSES:
+            if operation in _WITH_VECTORS_OF_LOSSES:
                 check_vectors(losses, matrix, vector)
-            return _rows(losses)
+            return _num_rows(losses)
 
         rows = self._model.inspect(func_args, look)
-        if operation in (*_OF_LOSSES, factor_transpose) and set(rows) != {length}:
+        if operation in (*_WITH_VECTORS_OF_LOSSES, factor_transpose) and set(rows) != {length}:
             raise ValueError(
-                f"{where()}: in microbatches, vectors of losses are split like the batch, so each "
-                f"loss must have one row for each of the {length} examples, but the losses have "
-                f"{rows}. For this product use an instance without microbatch_size and "
-                f"memory_budget."
+                f"{where()}: microbatches divide vectors of losses like the batch, so each loss "
+                f"must have one row for each of the {length} examples, but the losses have {rows}. "
+                f"For this product use an instance without microbatch_size and memory_budget."
             )
         return _Task(operation, matrix, length, rows)
 
 
 class _Task(NamedTuple):
-    """What to compute, the length of the whole batch, and how many rows the losses have for it."""
+    """A product, with the number of examples of the batch and of rows of each loss.
+
+    Attributes:
+        operation: The product.
+        matrix: The matrix of losses, if the product has one.
+        length: Number of examples in the batch.
+        rows: Number of rows of each loss, for the batch.
+    """
 
     operation: Operation
     matrix: LossMatrix | None
     length: int
     rows: tuple[int, ...]
 
+    @property
+    def has_vectors_of_losses(self) -> bool:
+        """Whether the product is with vectors that have rows for each example."""
+        return self.operation in _WITH_VECTORS_OF_LOSSES
+
     def check(self, losses: Losses, length: int) -> None:
-        """Each microbatch must have its share of all losses, or their sum is something else."""
-        found = _rows(losses)
-        if [n * self.length for n in found] != [n * length for n in self.rows]:
+        """Check that a microbatch has its proportion of the rows of every loss."""
+        rows = _num_rows(losses)
+        if [n * self.length for n in rows] != [n * length for n in self.rows]:
             raise ValueError(
                 f"{where()}: losses must be sums over examples to be computed in microbatches, but "
-                f"for {self.length} examples they have {self.rows} rows, and for {length} they "
-                f"have {found}. Leave microbatch_size and memory_budget out, or say by "
-                f"batch_index which arguments are the batch."
+                f"they have {self.rows} rows for {self.length} examples, and {rows} for {length}. "
+                f"Leave out microbatch_size and memory_budget, or say by batch_index which "
+                f"arguments are the batch."
             )
 
 
-def _rows(losses: Losses) -> tuple[int, ...]:
+def _num_rows(losses: Losses) -> tuple[int, ...]:
     return tuple(loss.parameter_dependants[0].shape[0] for loss in losses)

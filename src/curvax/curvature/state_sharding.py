@@ -1,16 +1,16 @@
 """`ShardedCurvature`: curvature whose Kronecker factors and inverses are sharded over devices.
 
-The estimate is that of `BlockDiagonalCurvature`. But each pair of Kronecker factors, and its
-inverses, is on one device, which `Shard` says. Sums over examples are scattered to the devices that
-have the factors; products with inverses are computed where these are, and gathered. Blocks of other
-kinds are replicated.
+The estimate is that of `BlockDiagonalCurvature`. But each pair of Kronecker factors, with its
+inverses, lives on one device. Sums over examples are reduce-scattered to the devices that hold the
+factors; products with inverses are computed where these are, and gathered. Blocks of other kinds
+are replicated.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,21 @@ from curvax._cpu import all_finite
 from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.curvature.backward_passes import AverageUpdate
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure
-from curvax.curvature.blocks.base import MatrixPower, Powers, cached_entry, power_key, powers_of
+from curvax.curvature.block_diagonal import (
+    BlockDiagonalCurvature,
+    BlockDiagonalState,
+    PowerOptions,
+    Structure,
+)
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CurvatureBlock,
+    MatrixPower,
+    Powers,
+    cached_entry,
+    power_key,
+    powers_of,
+)
 from curvax.curvature.blocks.kronecker import (
     FACTORS,
     TwoKroneckerFactored,
@@ -38,54 +51,62 @@ from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import own_rows
 from curvax.layers.tracing.statistics import Sums
+from curvax.layers.use import LayerUse
 
-# Which device has which Kronecker factors.
+ArrayT = TypeVar("ArrayT", Array, np.ndarray)
+"""An array on devices or on the host."""
+
+# The assignment of Kronecker factors to devices.
 #
-# All pairs of factors of one shape, of several blocks or along the leading axes of one, are units
-# of a `Shard`, and rows of common arrays. JAX shards arrays evenly, so every device has the same
-# number of rows; rows without a unit are zero. Units are assigned once: those with the most work
-# first, each to the device with the least work so far.
+# All pairs of factors of one shape, from several blocks or along the leading axes of one, are
+# *units* of a `Shard`, and rows of common arrays. JAX shards arrays evenly, so every device has the
+# same number of rows; rows without a unit are zero. Units are assigned once: those with the most
+# work first, each to the device with the least work so far.
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks whose pairs of factors are of one shape, and where each pair is."""
+    """Blocks whose pairs of factors have the same shape, and the devices that hold these.
 
-    numbers: tuple[int, ...]
-    """Which of all blocks these are."""
+    Attributes:
+        block_indices: Indices of the blocks.
+        blocks: The blocks.
+        units_of_device: For each device, the units in its first rows.
+        rows: Number of rows on each device.
+    """
+
+    block_indices: tuple[int, ...]
     blocks: tuple[TwoKroneckerFactored, ...]
-    places: tuple[tuple[int, ...], ...]
-    """For each device the units that it has, first in its rows."""
+    units_of_device: tuple[tuple[int, ...], ...]
     rows: int
-    """How many rows each device has."""
 
     @property
-    def numbered(self) -> list[tuple[int, TwoKroneckerFactored]]:
-        """The blocks with their numbers."""
-        return list(zip(self.numbers, self.blocks, strict=True))
+    def indexed_blocks(self) -> list[tuple[int, TwoKroneckerFactored]]:
+        """The blocks with their indices."""
+        return list(zip(self.block_indices, self.blocks, strict=True))
 
     @property
     def lengths(self) -> list[int]:
-        """How many units each block has."""
+        """The number of units of each block."""
         return [_num_units(block) for block in self.blocks]
 
     @property
     def kronecker(self) -> Kronecker:
-        """How to compute with one unit."""
+        """The Kronecker product of one unit."""
         return self.stacked(())
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """The dtype of the factors."""
         return self.blocks[0].dtype
 
     @property
     def num_rows(self) -> int:
-        """How many rows all devices have."""
-        return self.rows * len(self.places)
+        """The number of rows on all devices."""
+        return self.rows * len(self.units_of_device)
 
     def stacked(self, stack: tuple[int, ...]) -> Kronecker:
-        """Return how to compute with several units at once, along leading axes."""
+        """Return the Kronecker product of several units, along leading axes of shape `stack`."""
         kronecker = self.blocks[0].kronecker
         along = lambda side: dataclasses.replace(side, stack=stack)
         return Kronecker(along(kronecker.inputs), along(kronecker.outputs))
@@ -96,132 +117,143 @@ class Shard:
         return self.kronecker.inputs, self.kronecker.outputs
 
     def units(self, arrays: Sequence[Array], ndim: int) -> Array:
-        """What all blocks have, along all axes but the last `ndim`, as one unit after another."""
+        """Stack the arrays of all blocks: one unit per row, with its `ndim` trailing axes."""
         return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - ndim :]) for x in arrays])
 
     def per_unit(self, values: Array) -> Array:
-        """A number for each block, as one for each unit."""
+        """Repeat the value of each block for each of its units."""
         return values.astype(self.dtype)[np.repeat(np.arange(len(self.blocks)), self.lengths)]
 
-    def of_blocks(self, units: Array) -> list[Array]:
-        """The units of each block; also on the host."""
+    def of_blocks(self, units: ArrayT) -> list[ArrayT]:
+        """Return the units of each block."""
         ends = np.cumsum(self.lengths).tolist()
         return [units[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
     def to_rows(self, units: Array) -> Array:
-        """The rows of all devices, from all units; the others are zero."""
+        """Return the rows of all devices; those without a unit are zero."""
         return self._filled(units, self._slots.reshape(-1))
 
     def to_rows_on_host(self, units: np.ndarray) -> np.ndarray:
-        """As `to_rows`, by NumPy."""
+        """Equal to `to_rows`, except that it runs on the host."""
         rows = np.zeros((self.num_rows, *units.shape[1:]), units.dtype)
         rows[self._row_of_unit] = units
         return rows
 
-    def from_rows(self, rows: Array) -> Array:
-        """All units, from the rows of all devices; also on the host."""
+    def from_rows(self, rows: ArrayT) -> ArrayT:
+        """Inverse of `to_rows`."""
         return rows[self._row_of_unit]
 
     def local_rows(self, units: Array, axis: str | None) -> Array:
-        """Return the rows of this device, from all units; without an axis all rows."""
+        """Return the rows of this device; without an axis, all rows."""
         if axis is None:
             return self.to_rows(units)
         return self._filled(units, jnp.asarray(self._slots)[lax.axis_index(axis)])
 
     def local_rows_of_sum(self, units: Array, axis: str | None) -> Array:
-        """Return `local_rows` of the sum of all devices' units."""
+        """Return `local_rows` of the sum over devices of their units."""
         if axis is None or self.is_sparse:
             return self.local_rows(units if axis is None else lax.psum(units, axis), axis)
         return lax.psum_scatter(self.to_rows(units), axis, scatter_dimension=0, tiled=True)
 
     def gathered_units(self, rows: Array, axis: str | None) -> Array:
-        """Gather all units, from the rows of each device; without an axis from all rows."""
+        """Gather all units from the local rows of each device; without an axis, from all rows."""
         if axis is None or not self.is_sparse:
-            whole = rows if axis is None else lax.all_gather(rows, axis, tiled=True)
-            return self.from_rows(whole)
-        number = sum(self.lengths)
-        slots = np.where(self._slots < 0, number, self._slots)
-        own = jnp.zeros((number, *rows.shape[1:]), rows.dtype)
-        own = own.at[jnp.asarray(slots)[lax.axis_index(axis)]].set(rows, mode="drop")
-        return lax.psum(own, axis)
+            all_rows = rows if axis is None else lax.all_gather(rows, axis, tiled=True)
+            return self.from_rows(all_rows)
+        count = sum(self.lengths)
+        slots = np.where(self._slots < 0, count, self._slots)
+        units = jnp.zeros((count, *rows.shape[1:]), rows.dtype)
+        units = units.at[jnp.asarray(slots)[lax.axis_index(axis)]].set(rows, mode="drop")
+        return lax.psum(units, axis)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most rows have no unit, as on many devices.
+        """Whether most rows have no unit, as with many devices.
 
-        Then units are summed over devices instead of scattering and gathering rows, whose number
-        grows with that of devices.
+        Units are then summed over devices. Scattering and gathering rows would communicate more,
+        because their number grows with the number of devices.
         """
         return self.num_rows > 2 * sum(self.lengths)
 
     @property
     def _row_of_unit(self) -> np.ndarray:
         row_of = {
-            unit: self.rows * d + k
-            for d, own in enumerate(self.places)
-            for k, unit in enumerate(own)
+            unit: self.rows * device + k
+            for device, units in enumerate(self.units_of_device)
+            for k, unit in enumerate(units)
         }
         return np.asarray([row_of[unit] for unit in range(sum(self.lengths))])
 
     @property
     def _slots(self) -> np.ndarray:
-        """For each device the unit in each of its rows; -1 where there is none."""
-        return np.asarray([[*own, *[-1] * (self.rows - len(own))] for own in self.places])
+        """For each device, the unit in each of its rows; -1 where there is none."""
+        padding = [[-1] * (self.rows - len(units)) for units in self.units_of_device]
+        pairs = zip(self.units_of_device, padding, strict=True)
+        return np.asarray([[*units, *rest] for units, rest in pairs])
 
-    def _filled(self, units: Array, numbers: Any) -> Array:
-        """Rows with the units of these numbers; zero where there is none."""
-        found = units[jnp.maximum(numbers, 0)]
-        is_there = (jnp.asarray(numbers) >= 0).reshape(-1, *[1] * (units.ndim - 1))
-        return jnp.where(jnp.broadcast_to(is_there, found.shape), found, 0)
+    def _filled(self, units: Array, slots: Array | np.ndarray) -> Array:
+        """Return rows with the units of these slots; zero where a slot is negative."""
+        rows = units[jnp.maximum(slots, 0)]
+        is_filled = (jnp.asarray(slots) >= 0).reshape(-1, *[1] * (units.ndim - 1))
+        return jnp.where(jnp.broadcast_to(is_filled, rows.shape), rows, 0)
 
-    def due(self, blocks: Sequence[int] | None, axis: str | None) -> list[list[int]]:
-        """For each device, which of its rows have units of these blocks; without an axis of all."""
-        owner = [
-            n for n, count in zip(self.numbers, self.lengths, strict=True) for _ in range(count)
+    def rows_to_update(self, blocks: Sequence[int] | None, axis: str | None) -> list[list[int]]:
+        """Return, for each device, its rows with units of these blocks; None means all blocks.
+
+        Without an axis, there is a single list, of rows of all devices.
+        """
+        block_of_unit = [
+            index
+            for index, count in zip(self.block_indices, self.lengths, strict=True)
+            for _ in range(count)
         ]
-        found = [
-            [k for k, unit in enumerate(own) if blocks is None or owner[unit] in blocks]
-            for own in self.places
+        rows = [
+            [k for k, unit in enumerate(units) if blocks is None or block_of_unit[unit] in blocks]
+            for units in self.units_of_device
         ]
         if axis is not None:
-            return found
-        return [[self.rows * device + k for device, own in enumerate(found) for k in own]]
+            return rows
+        return [[self.rows * device + k for device, local in enumerate(rows) for k in local]]
 
 
-def _shards_of(blocks: Sequence[Any], count: int) -> list[Shard]:
-    """Group all Kronecker-factored blocks by the shapes of factors; assign units to devices."""
-    kinds: dict[Any, list[int]] = {}
-    for number, block in enumerate(blocks):
+Kind = tuple[Side, Side, jnp.dtype]
+"""The shape and the dtype of a pair of factors."""
+
+
+def _shards_of(blocks: Sequence[CurvatureBlock], count: int) -> list[Shard]:
+    """Group Kronecker-factored blocks by the shapes of factors; assign units to `count` devices."""
+    blocks_of_kind: dict[Kind, list[tuple[int, TwoKroneckerFactored]]] = {}
+    for index, block in enumerate(blocks):
         if isinstance(block, TwoKroneckerFactored) and block.is_plain:
-            kinds.setdefault(_kind(block), []).append(number)
+            blocks_of_kind.setdefault(_kind(block), []).append((index, block))
     loads = [0.0] * count
     shards = []
-    for (inputs, outputs, _), numbers in sorted(kinds.items(), key=lambda item: -_work(item[0])):
-        own = tuple(blocks[number] for number in numbers)
-        total = sum(map(_num_units, own))
-        places = _placed(total, inputs.work + outputs.work, loads)
-        shards.append(Shard(tuple(numbers), own, places, -(-total // count)))
+    for kind, members in sorted(blocks_of_kind.items(), key=lambda item: -_work(item[0])):
+        indices, same_kind = zip(*members, strict=True)
+        total = sum(map(_num_units, same_kind))
+        assignment = _assign_units(total, _work(kind), loads)
+        shards.append(Shard(indices, same_kind, assignment, -(-total // count)))
     return shards
 
 
-def _placed(total: int, work: float, loads: list[float]) -> tuple[tuple[int, ...], ...]:
-    """Units that are equally much work, on devices that have something to do already."""
+def _assign_units(total: int, work: float, loads: list[float]) -> tuple[tuple[int, ...], ...]:
+    """Assign units of equal work to devices with these loads, and add to the loads."""
     count = len(loads)
-    places: list[list[int]] = [[] for _ in range(count)]
+    units_of_device: list[list[int]] = [[] for _ in range(count)]
     for unit in range(total):
-        free = [d for d in range(count) if len(places[d]) < -(-total // count)]
+        free = [d for d in range(count) if len(units_of_device[d]) < -(-total // count)]
         device = min(free, key=lambda d: loads[d])
-        places[device].append(unit)
+        units_of_device[device].append(unit)
         loads[device] += work
-    return tuple(map(tuple, places))
+    return tuple(map(tuple, units_of_device))
 
 
-def _kind(block: TwoKroneckerFactored) -> tuple[Side, Side, Any]:
-    alone = lambda side: dataclasses.replace(side, stack=())
-    return alone(block.kronecker.inputs), alone(block.kronecker.outputs), jnp.dtype(block.dtype)
+def _kind(block: TwoKroneckerFactored) -> Kind:
+    single = lambda side: dataclasses.replace(side, stack=())
+    return single(block.kronecker.inputs), single(block.kronecker.outputs), jnp.dtype(block.dtype)
 
 
-def _work(kind: tuple[Side, Side, Any]) -> float:
+def _work(kind: Kind) -> float:
     return kind[0].work + kind[1].work
 
 
@@ -231,8 +263,8 @@ def _num_units(block: TwoKroneckerFactored) -> int:
 
 # The states of Kronecker-factored blocks of one shape, with a row for each pair of factors.
 #
-# All functions are called on all devices of an axis, each with its own rows; or without an axis,
-# with all rows.
+# All functions are SPMD over an axis, each device with its local rows; or, without an axis, they
+# have all rows.
 
 
 @jax.tree_util.register_dataclass
@@ -241,43 +273,48 @@ class ShardState:
     """The factors of blocks of one shape.
 
     Attributes:
-        factors: weighted sums of both factors, with a row for each pair; split among devices.
-        cache: powers of both, or their eigenvectors, likewise.
-        weight: for each block the weight of its sums.
-        refused: for each block how many batches were refused.
+        factors: Weighted sums of both factors, with a row for each pair; sharded over devices.
+        cache: Powers or eigenvectors of both factors; sharded likewise.
+        weight: For each block, the sum of the weights.
+        refused: For each block, the number of batches that were rejected as not finite.
     """
 
-    factors: dict[str, PyTree]
-    cache: dict[str, dict[str, PyTree]]
-    weight: Any
-    refused: Any
+    factors: dict[str, Array]
+    cache: dict[str, dict[str, Array]]
+    weight: Array | np.ndarray
+    refused: Array | np.ndarray
 
 
 def state_specs(state: PyTree, axis: str | Sequence[str]) -> PyTree:
     """Return the partition specs of a state that is sharded along an axis of a mesh.
 
-    The rows of factors and caches are sharded; all else, in any pytree around, is replicated.
+    The rows of factors and caches are sharded; all other leaves of the pytree are replicated.
+
+    Arguments:
+        state: A pytree that contains the state of a `ShardedCurvature`.
+        axis: Name of the mesh axis, or several.
+
+    Returns:
+        A pytree like `state` of `PartitionSpec`s.
     """
     is_shard = lambda x: isinstance(x, ShardState)
-    spec_of_all = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
     rows, replicated = PartitionSpec(axis), PartitionSpec()
 
-    def specs(x: Any) -> Any:
+    def specs(x: PyTree) -> PyTree:
         if not is_shard(x):
             return replicated
-        return ShardState(
-            factors=spec_of_all(x.factors, rows),
-            cache=spec_of_all(x.cache, rows),
-            weight=replicated,
-            refused=replicated,
+        return replace(
+            jax.tree.map(lambda _: replicated, x),
+            factors=jax.tree.map(lambda _: rows, x.factors),
+            cache=jax.tree.map(lambda _: rows, x.cache),
         )
 
     return jax.tree.map(specs, state, is_leaf=is_shard)
 
 
-def num_shards(state: Any) -> int | None:
-    """Return among how many devices an estimator's state is sharded; None if it is replicated."""
-    return state.num_devices if isinstance(state, ShardedCurvature.State) else None
+def num_shards(state: BlockDiagonalState) -> int | None:
+    """Return the number of devices that a state is sharded over; None if it is replicated."""
+    return state.num_devices if isinstance(state, ShardedState) else None
 
 
 def _initial(
@@ -289,44 +326,43 @@ def _initial(
     sides = shard.stacked((num_rows,))
     zeros = (jnp.zeros(side.shape, shard.dtype) for side in (sides.inputs, sides.outputs))
     state = ShardState(dict(zip(FACTORS, zeros, strict=True)), {}, weight, refused)
-    return replace(state, cache=_entries(shard, state, (exact, approx)))
+    return replace(state, cache=_empty_cache(shard, state, exact, approx))
 
 
-def _entries(
-    shard: Shard, own: ShardState, powers: tuple[Sequence[float], Sequence[float]]
+def _empty_cache(
+    shard: Shard, state: ShardState, exact: Sequence[float], approx: Sequence[float]
 ) -> dict[str, dict[str, Array]]:
-    """Return the entries of a cache of exact and approximate powers, with zeros in them."""
-    (exact, approx), factors = powers, [own.factors[name] for name in FACTORS]
-    named = dict(zip(FACTORS, factors, strict=True))
-    shapes: dict[str, Any] = {power_key(power): named for power in approx}
+    """Return a cache of exact and approximate powers, filled with zeros."""
+    factors = {name: state.factors[name] for name in FACTORS}
+    shapes: dict[str, PyTree] = {power_key(power): factors for power in approx}
     if exact:
-        kronecker = shard.stacked(factors[0].shape[:1])
-        shapes["eigen"] = jax.eval_shape(kronecker.eigen, *factors)
+        kronecker = shard.stacked(state.factors[FACTORS[0]].shape[:1])
+        shapes["eigen"] = jax.eval_shape(kronecker.eigen, *factors.values())
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _refreshed(
+def _with_cache(
     shard: Shard,
-    own: ShardState,
+    state: ShardState,
     weights: Array,
-    powers: tuple[Sequence[float], Sequence[float]],
+    exact: Sequence[float],
+    approx: Sequence[float],
     blocks: Sequence[int] | None,
     axis: str | None,
 ) -> ShardState:
-    """The state with exact and approximate powers in its cache, of some blocks or of all.
+    """Return the state with exact and approximate powers of some blocks, or of all, in its cache.
 
-    `weights` are what is added to the diagonals, for each unit. An entry that there was not before
-    is computed for all blocks.
+    `weights` are the identity weights of each unit. If the cache lacks one of the entries, they are
+    computed for all blocks.
     """
-    scales = shard.local_rows(shard.per_unit(_scale(own)), axis)
+    scales = shard.local_rows(shard.per_unit(_scale(state)), axis)
     weights, kronecker = shard.local_rows(weights, axis), shard.kronecker
-    exact, approx = powers
-    before = {**_entries(shard, own, powers), **own.cache}
-    due = shard.due(blocks if len(before) == len(own.cache) else None, axis)
+    before = {**_empty_cache(shard, state, exact, approx), **state.cache}
+    rows = shard.rows_to_update(blocks if len(before) == len(state.cache) else None, axis)
 
-    def each(row: Array) -> dict[str, Any]:
+    def each(row: Array) -> dict[str, dict[str, Array]]:
         take = lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False)
-        inputs, outputs = (take(own.factors[name]) for name in FACTORS)
+        inputs, outputs = (take(state.factors[name]) for name in FACTORS)
         weight, scale = take(weights), take(scales)
         cache = {name: jax.tree.map(take, x) for name, x in before.items()}
         for power in approx:
@@ -337,150 +373,162 @@ def _refreshed(
         return cache
 
     device = jnp.zeros((), jnp.int32) if axis is None else lax.axis_index(axis)
-    return replace(own, cache=own_rows(each, due, device, before))
+    return replace(state, cache=own_rows(each, rows, device, before))
 
 
-def _product_with(
-    shard: Shard, own: ShardState, x: Array, how: MatrixPower, axis: str | None
+def _multiply(
+    shard: Shard, state: ShardState, x: Array, power: MatrixPower, axis: str | None
 ) -> Array:
-    """A power of the matrices of a device's rows, times what belongs to these."""
+    """Multiply the local rows of `x` by a power of the matrices in the local rows of the state."""
     kronecker = shard.stacked((x.shape[0],))
 
     def factors() -> tuple[Array, Array]:
-        rows = shard.local_rows(shard.per_unit(_scale(own)), axis)
-        of_row = lambda x: rows.reshape(-1, *[1] * (x.ndim - 1)) * x
-        inputs, outputs = (of_row(own.factors[name]) for name in FACTORS)
+        scales = shard.local_rows(shard.per_unit(_scale(state)), axis)
+        scaled = lambda x: scales.reshape(-1, *[1] * (x.ndim - 1)) * x
+        inputs, outputs = (scaled(state.factors[name]) for name in FACTORS)
         return inputs, outputs
 
-    is_there = cache_key(how.power, how.is_exact) in own.cache
-    how = replace(how, is_cached=how.is_cached and (how.power != 1 or is_there))
-    cached = lambda key: cached_entry(own.cache, key, shard.blocks[0].name)
-    return multiplied(kronecker, factors, cached, x, how)
+    has_entry = cache_key(power.power, power.is_exact) in state.cache
+    power = replace(power, is_cached=power.is_cached and (power.power != 1 or has_entry))
+    cached = lambda key: cached_entry(state.cache, key, shard.blocks[0].name)
+    return multiplied(kronecker, factors, cached, x, power)
 
 
-def _all_finite_together(
-    shards: Sequence[Shard], estimates: Sequence[Sequence[Any]], axis: str | None
+def _are_finite(
+    shards: Sequence[Shard], estimates: Sequence[Sequence[Sequence[Array]]], axis: str | None
 ) -> list[Array]:
-    """For each shard, which of its blocks have estimates that are finite, on all devices."""
+    """Return, for each shard, which of its blocks have finite estimates on all devices."""
     if not shards:
         return []
-    fine = jnp.stack(
+    finite = jnp.stack(
         [
-            all_finite(block.finiteness_probe(found))
-            for shard, own in zip(shards, estimates, strict=True)
-            for block, found in zip(shard.blocks, own, strict=True)
+            all_finite(block.finiteness_probe(estimate))
+            for shard, of_shard in zip(shards, estimates, strict=True)
+            for block, estimate in zip(shard.blocks, of_shard, strict=True)
         ]
     )
     if axis is not None:
-        fine = lax.pmin(fine.astype(jnp.int32), axis) > 0
-    return jnp.split(fine, np.cumsum([len(shard.blocks) for shard in shards])[:-1])
+        finite = lax.pmin(finite.astype(jnp.int32), axis) > 0
+    return jnp.split(finite, np.cumsum([len(shard.blocks) for shard in shards])[:-1])
 
 
-def _averaged(
-    shard: Shard, own: ShardState, estimates: Sequence[Any], fine: Array, update: AverageUpdate
+def _with_estimates(
+    shard: Shard,
+    state: ShardState,
+    estimates: Sequence[Sequence[Array]],
+    finite: Array,
+    update: AverageUpdate,
 ) -> ShardState:
-    """The state with estimates of all blocks in its averages; see `WeightedMovingAverage`.
+    """Return the state with the estimates of all blocks in its averages.
 
-    `fine` says which of them are finite; the averages of others stay what they were.
+    Equal to `WeightedMovingAverage.updated` for each block: `finite` says which estimates are, and
+    the averages of the other blocks do not change.
     """
     axis = update.axis_name
     weights = update.ema_old, update.ema_new
     old, new = (jnp.asarray(x).astype(shard.dtype) for x in weights)
-    is_row_fine = shard.local_rows(shard.per_unit(fine), axis) > 0
+    is_finite_row = shard.local_rows(shard.per_unit(finite), axis) > 0
     factors: dict[str, Array] = {}
     for k, (name, side) in enumerate(zip(FACTORS, shard.sides, strict=True)):
         ndim = len(side.shape)
-        values = [found[k].astype(shard.dtype) for found in estimates]
+        values = [estimate[k].astype(shard.dtype) for estimate in estimates]
         rows = shard.local_rows_of_sum(shard.units(values, ndim), axis)
         if axis is not None:
             rows = rows / lax.axis_size(axis)
-        before = own.factors[name]
-        is_fine = jnp.broadcast_to(is_row_fine.reshape(-1, *[1] * ndim), before.shape)
-        factors[name] = jnp.where(is_fine, old * before + new * rows, before)
+        before = state.factors[name]
+        is_finite = jnp.broadcast_to(is_finite_row.reshape(-1, *[1] * ndim), before.shape)
+        factors[name] = jnp.where(is_finite, old * before + new * rows, before)
     return replace(
-        own,
+        state,
         factors=factors,
-        weight=jnp.where(fine, old * own.weight + new, own.weight),
-        refused=own.refused + (~fine).astype(own.refused.dtype),
+        weight=jnp.where(finite, old * state.weight + new, state.weight),
+        refused=state.refused + (~finite).astype(state.refused.dtype),
     )
 
 
-def _states_of_blocks(shard: Shard, own: ShardState) -> list[Any]:
-    """The states that the blocks would have by themselves, from a state with all rows.
+def _to_block_states(shard: Shard, state: ShardState) -> list[BlockState]:
+    """Return the states that the blocks have in a replicated state, from one with all rows.
 
-    They are on the host if that is.
+    They are on the host if `state` is.
     """
     split = lambda x: shard.of_blocks(shard.from_rows(x))
-    factors = {name: split(x) for name, x in own.factors.items()}
-    caches = {key: {name: split(x) for name, x in kept.items()} for key, kept in own.cache.items()}
+    factors = {name: split(x) for name, x in state.factors.items()}
+    caches = {key: jax.tree.map(split, entry) for key, entry in state.cache.items()}
 
-    def state(number: int, block: TwoKroneckerFactored) -> Any:
+    def of_block(k: int, block: TwoKroneckerFactored) -> BlockState:
         stack = block.kronecker.inputs.stack
-        shaped = lambda units: units[number].reshape(*stack, *units[number].shape[1:])
-        weight, refused = own.weight[number, ...], own.refused[number, ...]
+        shaped = lambda units: units[k].reshape(*stack, *units[k].shape[1:])
+        weight, refused = state.weight[k, ...], state.refused[k, ...]
         averages = {
             name: WeightedMovingAverage(weight, shaped(x), refused) for name, x in factors.items()
         }
-        cache = {key: {name: shaped(x) for name, x in kept.items()} for key, kept in caches.items()}
+        cache = {
+            key: {name: shaped(x) for name, x in entry.items()} for key, entry in caches.items()
+        }
         return block.State(cache=cache, **averages)
 
-    return [state(number, block) for number, block in enumerate(shard.blocks)]
+    return [of_block(k, block) for k, block in enumerate(shard.blocks)]
 
 
-def _of_states_of_blocks(shard: Shard, states: Sequence[Any]) -> ShardState:
-    """A state with all rows, on the host, from those of the blocks by themselves."""
+def _from_block_states(shard: Shard, states: Sequence[BlockState]) -> ShardState:
+    """Inverse of `_to_block_states`, on the host."""
     stacks = [block.kronecker.inputs.stack for block in shard.blocks]
 
-    def rows(arrays: Sequence[Any]) -> Any:
+    def rows(arrays: Sequence[ArrayLike]) -> Any:  # NumPy arrays stand in for JAX arrays.
         pairs = zip(stacks, map(np.asarray, arrays), strict=True)
         units = [x.reshape(-1, *x.shape[len(stack) :]) for stack, x in pairs]
         return shard.to_rows_on_host(np.concatenate(units))
 
-    factors = {name: [getattr(state, name) for state in states] for name in FACTORS}
-    caches = [state.cache for state in states]
+    averages = {name: [getattr(state, name) for state in states] for name in FACTORS}
+    caches = [state.cache or {} for state in states]
+    first = averages[FACTORS[0]]
     return ShardState(
-        factors={name: rows([x.raw_value for x in own]) for name, own in factors.items()},
+        factors={name: rows([x.raw_value for x in each]) for name, each in averages.items()},
         cache={
-            key: {name: rows([cache[key][name] for cache in caches]) for name in kept}
-            for key, kept in caches[0].items()
+            key: {name: rows([cache[key][name] for cache in caches]) for name in entry}
+            for key, entry in caches[0].items()
         },
-        weight=np.stack([np.asarray(x.weight) for x in factors[FACTORS[0]]]),
-        refused=np.stack([np.asarray(x.refused) for x in factors[FACTORS[0]]]),
+        weight=np.stack([np.asarray(average.weight) for average in first]),
+        refused=np.stack([np.asarray(average.refused) for average in first]),
     )
 
 
-def _scale(own: ShardState) -> Array:
-    """What the weighted sums of each block are multiplied by to be averages."""
-    return 1 / jnp.where(own.weight == 0, 1, own.weight)
+def _scale(state: ShardState) -> Array:
+    """Return, for each block, the factor between its weighted sums and its averages."""
+    return 1 / jnp.where(state.weight == 0, 1, state.weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ShardedState(BlockDiagonalState):
+    """The state of a `ShardedCurvature`.
+
+    Attributes:
+        blocks_states: The state of each block; None for those that are sharded.
+        shards: The factors of the sharded blocks, by their shapes.
+        num_devices: Number of devices over which they are sharded.
+    """
+
+    shards: tuple[ShardState, ...]
+    num_devices: int = field(metadata={"static": True})
 
 
 class ShardedCurvature(BlockDiagonalCurvature):
     """`BlockDiagonalCurvature` with Kronecker factors that are sharded over devices.
 
-    Methods that are called with a `pmap_axis_name` are called on all devices of that axis, each
-    with its own rows of the state; `state_specs` says which arrays are sharded. Without one, the
-    state has all rows.
+    Methods with a `pmap_axis_name` are SPMD: all devices of that axis call them, each with the
+    local shard of the state; `state_specs` returns which arrays are sharded. Without an axis name,
+    the state has all rows.
 
     Arguments:
-        func: as in `BlockDiagonalCurvature`, and so are all that are not named here.
-        num_devices: the number of devices over which the state is sharded.
-        axis_name: the name of the axis of these devices. Under a `shard_map` over it, `init` makes
-            the rows of each device; elsewhere, and without a name, all rows.
+        args: Positional arguments of `BlockDiagonalCurvature`.
+        num_devices: Number of devices over which the state is sharded.
+        axis_name: Name of the axis of these devices. Under `shard_map` over this axis, `init`
+            returns the local rows; elsewhere, or without a name, all rows.
+        options: Keyword arguments of `BlockDiagonalCurvature`.
     """
 
-    @jax.tree_util.register_dataclass
-    @dataclass
-    class State(BlockDiagonalCurvature.State):
-        """What the estimator keeps.
-
-        Attributes:
-            blocks_states: the state of each block, and None for those that are sharded.
-            shards: the factors of these, by their shapes.
-            num_devices: the number of devices over which they are sharded.
-        """
-
-        shards: tuple[Any, ...]
-        num_devices: int = field(metadata={"static": True})
+    State = ShardedState
 
     def __init__(
         self, *args: Any, num_devices: int, axis_name: str | None = None, **options: Any
@@ -491,7 +539,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Which blocks are sharded, and which device has which of their units."""
+        """The sharded blocks, grouped by the shapes of their factors."""
         return self._shards
 
     @property
@@ -512,22 +560,22 @@ class ShardedCurvature(BlockDiagonalCurvature):
         exact_powers_to_cache: Powers,
         approx_powers_to_cache: Powers,
         cache_eigenvalues: bool = False,
-    ) -> Any:
+    ) -> ShardedState:
         self.finalize(func_args)
         self._check_no_eigenvalues(cache_eigenvalues)
         keys = jax.random.split(rng, self.num_blocks)
         options = exact_powers_to_cache, approx_powers_to_cache, False
-        whole = [None] * self.num_blocks
-        for number in self._whole:
-            whole[number] = self._known.blocks[number].init(keys[number], *options)
+        states: list[BlockState | None] = [None] * self.num_blocks
+        for n in self._replicated:
+            states[n] = self._structure.blocks[n].init(keys[n], *options)
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)
         pairs = zip(self._shards, self.num_rows, strict=True)
         shards = [_initial(shard, *powers, rows) for shard, rows in pairs]
-        return self.State(tuple(whole), tuple(shards), self._num_devices)
+        return self.State(tuple(states), tuple(shards), self._num_devices)
 
     def update_cache(
         self,
-        state: Any,
+        state: BlockDiagonalState,
         identity_weight: IdentityWeight,
         exact_powers: Powers,
         approx_powers: Powers,
@@ -535,150 +583,184 @@ class ShardedCurvature(BlockDiagonalCurvature):
         pmap_axis_name: str | None,
         *,
         blocks: Sequence[int] | None = None,
-    ) -> Any:
+    ) -> BlockDiagonalState:
         self._check_no_eigenvalues(eigenvalues)
         weights = self._per_block(identity_weight)
         powers = powers_of(exact_powers), powers_of(approx_powers)
-        shards = [
-            _refreshed(shard, own, self._weights(shard, weights), powers, blocks, pmap_axis_name)
-            for shard, own in zip(self._shards, state.shards, strict=True)
-        ]
-        state = replace(state, shards=tuple(shards))
+        shards = []
+        for shard, x in zip(self._shards, _sharded(state).shards, strict=True):
+            of_units = self._unit_weights(shard, weights)
+            shards.append(_with_cache(shard, x, of_units, *powers, blocks, pmap_axis_name))
+        state = replace(_sharded(state), shards=tuple(shards))
         options = (exact_powers, approx_powers, eigenvalues, pmap_axis_name)
         return super().update_cache(state, identity_weight, *options, blocks=blocks)
 
-    def block_eigenvalues(self, state: Any, use_cached: bool) -> tuple[Array, ...]:
+    def block_eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> tuple[Array, ...]:
         self._check_no_eigenvalues(use_cached)
         return super().block_eigenvalues(whole_state(self, state), use_cached)
 
-    def to_diagonal_block_dense_matrix(self, state: Any) -> tuple[Array, ...]:
+    def to_diagonal_block_dense_matrix(self, state: BlockDiagonalState) -> tuple[Array, ...]:
         return super().to_diagonal_block_dense_matrix(whole_state(self, state))
 
-    def _make(self, func_args: Sequence[PyTree]) -> Structure:
-        made = super()._make(func_args)
-        own = [block.name for block in made.blocks if block.has_own_update]
-        if own:
+    def _make_structure(self, func_args: Sequence[PyTree]) -> Structure:
+        structure = super()._make_structure(func_args)
+        overriding = [block.name for block in structure.blocks if block.has_own_update]
+        if overriding:
             raise ValueError(
-                f"{where()}: a state that is split among devices goes with blocks of curvax, "
-                f"but {', '.join(own)} override update_curvature_matrix_estimate."
+                f"{where()}: a sharded state requires blocks of curvax, but "
+                f"{', '.join(overriding)} override update_curvature_matrix_estimate."
             )
-        self._shards = _shards_of(made.blocks, self._num_devices)
-        return made
+        self._shards = _shards_of(structure.blocks, self._num_devices)
+        return structure
 
     @property
-    def _whole(self) -> Sequence[int]:
-        split = {number for shard in self._shards for number in shard.numbers}
-        return [number for number in range(self.num_blocks) if number not in split]
+    def _replicated(self) -> Sequence[int]:
+        sharded = {index for shard in self._shards for index in shard.block_indices}
+        return [index for index in range(self.num_blocks) if index not in sharded]
 
     def _products(
         self,
-        state: Any,
-        vectors: Sequence[Any],
+        state: BlockDiagonalState,
+        vectors: Sequence[Sequence[Array]],
         weights: Sequence[ArrayLike],
-        options: tuple[float | int, bool, bool],
+        options: PowerOptions,
         axis: str | None,
     ) -> dict[int, Sequence[Array]]:
-        found = super()._products(state, vectors, weights, options, axis)
-        for shard, own in zip(self._shards, state.shards, strict=True):
-            mats = [
-                block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[number]])
-                for number, block in shard.numbered
+        products = super()._products(state, vectors, weights, options, axis)
+        for shard, shard_state in zip(self._shards, _sharded(state).shards, strict=True):
+            matrices = [
+                block.as_matrices([jnp.asarray(x).astype(shard.dtype) for x in vectors[index]])
+                for index, block in shard.indexed_blocks
             ]
-            x = shard.local_rows(shard.units(mats, 2), axis)
-            weight = shard.local_rows(self._weights(shard, weights), axis)
-            product = _product_with(shard, own, x, MatrixPower(weight, *options), axis)
-            units = shard.of_blocks(shard.gathered_units(product, axis))
-            for number, block, own_units, mat in zip(
-                shard.numbers, shard.blocks, units, mats, strict=True
+            x = shard.local_rows(shard.units(matrices, 2), axis)
+            weight = shard.local_rows(self._unit_weights(shard, weights), axis)
+            rows = _multiply(shard, shard_state, x, MatrixPower(weight, *options), axis)
+            units_of_blocks = shard.of_blocks(shard.gathered_units(rows, axis))
+            for (index, block), units, matrix in zip(
+                shard.indexed_blocks, units_of_blocks, matrices, strict=True
             ):
-                scale = jnp.asarray(block.fixed_scale()).astype(shard.dtype) ** options[0]
-                found[number] = block.of_matrices(scale * own_units.reshape(mat.shape))
-        return found
+                scale = jnp.asarray(block.fixed_scale()).astype(shard.dtype) ** options.power
+                products[index] = block.of_matrices(scale * units.reshape(matrix.shape))
+        return products
 
     def _update_averages(
-        self, state: Any, terms: Sequence[Sums], uses: Sequence[Any], update: AverageUpdate
-    ) -> Any:
+        self,
+        state: BlockDiagonalState,
+        terms: Sequence[Sums],
+        uses: Sequence[Sequence[LayerUse]],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
         estimates = [
             [
-                block.estimate_here(
-                    terms[number], uses[number], update.batch_size, update.axis_name
-                )
-                for number, block in shard.numbered
+                block.estimate_here(terms[index], uses[index], update.batch_size, update.axis_name)
+                for index, block in shard.indexed_blocks
             ]
             for shard in self._shards
         ]
-        fine = _all_finite_together(self._shards, estimates, update.axis_name)
-        each = zip(self._shards, state.shards, estimates, fine, strict=True)
-        shards = tuple(_averaged(*of_shard, update) for of_shard in each)
-        return super()._update_averages(replace(state, shards=shards), terms, uses, update)
+        finite = _are_finite(self._shards, estimates, update.axis_name)
+        each = zip(self._shards, _sharded(state).shards, estimates, finite, strict=True)
+        shards = tuple(_with_estimates(*of_shard, update) for of_shard in each)
+        state = replace(_sharded(state), shards=shards)
+        return super()._update_averages(state, terms, uses, update)
 
-    def _weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
-        """What is added to the diagonals, for each unit."""
-        scaled = [jnp.asarray(weights[n]) / block.fixed_scale() for n, block in shard.numbered]
+    def _unit_weights(self, shard: Shard, weights: Sequence[ArrayLike]) -> Array:
+        """Return the identity weight of each unit, from those of all blocks."""
+        scaled = [
+            jnp.asarray(weights[n]) / block.fixed_scale() for n, block in shard.indexed_blocks
+        ]
         return shard.per_unit(jnp.stack(scaled))
 
-    def _check_no_eigenvalues(self, wanted: bool) -> None:
-        if wanted:
+    def _check_no_eigenvalues(self, is_requested: bool) -> None:
+        if is_requested:
             raise ValueError(
-                f"{where()}: a state that is split among devices has no eigenvalues in its "
-                f"cache. Compute them when they are needed: use_cached=False."
+                f"{where()}: a sharded state has no eigenvalues in its cache. Compute them when "
+                f"they are needed: use_cached=False."
             )
 
 
-def whole_state(estimator: BlockDiagonalCurvature, state: Any) -> Any:
-    """Return the state that `BlockDiagonalCurvature` would have, from one with all rows.
+def _sharded(state: BlockDiagonalState) -> ShardedState:
+    assert isinstance(state, ShardedState)
+    return state
 
-    It may be sharded over another number of devices than the estimator's, or replicated already.
+
+def whole_state(estimator: BlockDiagonalCurvature, state: BlockDiagonalState) -> BlockDiagonalState:
+    """Return the replicated state, that of `BlockDiagonalCurvature`, from one with all rows.
+
+    Arguments:
+        estimator: The estimator.
+        state: A state with all rows, sharded over any number of devices, or replicated already.
+
+    Returns:
+        The replicated state.
+
+    Raises:
+        ValueError: If the state is one of another model.
     """
     blocks, states = estimator.blocks or (), list(state.blocks_states)
-    is_split = isinstance(state, ShardedCurvature.State)
-    shards = _shards_of(blocks, state.num_devices if is_split else 1)
-    if is_split:
+    shards = _shards_of(blocks, num_shards(state) or 1)
+    if isinstance(state, ShardedState):
         _check_rows(state, [shard.num_rows for shard in shards])
-        for shard, own in zip(shards, state.shards, strict=True):
-            for number, found in zip(shard.numbers, _states_of_blocks(shard, own), strict=True):
-                states[number] = found
+        for shard, shard_state in zip(shards, state.shards, strict=True):
+            block_states = _to_block_states(shard, shard_state)
+            for index, block_state in zip(shard.block_indices, block_states, strict=True):
+                states[index] = block_state
     _check_shapes(shards, states, len(blocks))
-    return BlockDiagonalCurvature.State(tuple(states))
+    return BlockDiagonalState(tuple(states))
 
 
 def split_state(
-    estimator: ShardedCurvature, state: Any, exact_powers: Powers, approx_powers: Powers
-) -> Any:
+    estimator: ShardedCurvature,
+    state: BlockDiagonalState,
+    exact_powers: Powers,
+    approx_powers: Powers,
+) -> ShardedState:
     """Return the estimator's state with all rows, on the host, from a replicated one.
 
-    The powers are those that the estimator's `init` would be given, which its cache must have.
+    Arguments:
+        estimator: The estimator.
+        state: A replicated state.
+        exact_powers: Exact powers that `init` announces, which the cache must hold.
+        approx_powers: Approximate powers that `init` announces, which the cache must hold.
+
+    Returns:
+        The state, for `jax.device_put` with `state_specs`.
+
+    Raises:
+        ValueError: If the state is one of another model, or its cache holds other powers.
     """
-    states = list(state.blocks_states)
+    states = [x for x in state.blocks_states if x is not None]
     _check_shapes(estimator.shards, states, estimator.num_blocks)
     _check_caches(estimator.blocks or (), states, exact_powers, approx_powers)
     shards = [
-        _of_states_of_blocks(shard, [states[number] for number in shard.numbers])
+        _from_block_states(shard, [states[index] for index in shard.block_indices])
         for shard in estimator.shards
     ]
-    for number in [number for shard in estimator.shards for number in shard.numbers]:
-        states[number] = None
-    return ShardedCurvature.State(tuple(states), tuple(shards), estimator.num_devices)
+    sharded = {index for shard in estimator.shards for index in shard.block_indices}
+    replicated = tuple(None if n in sharded else x for n, x in enumerate(states))
+    return ShardedState(replicated, tuple(shards), estimator.num_devices)
 
 
-def check_rows(estimator: ShardedCurvature, state: Any) -> None:
+def check_rows(estimator: ShardedCurvature, state: ShardedState) -> None:
     """Check that a sharded state has the rows of the estimator's model."""
     _check_rows(state, estimator.num_rows)
 
 
-def _check_shapes(shards: Sequence[Shard], states: Sequence[Any], num_blocks: int) -> None:
-    pairs = [pair for shard in shards for pair in shard.numbered]
+def _check_shapes(
+    shards: Sequence[Shard], states: Sequence[BlockState | None], num_blocks: int
+) -> None:
+    """Check that the factors in the blocks' states have the shapes of the blocks."""
+    pairs = [pair for shard in shards for pair in shard.indexed_blocks]
     if len(states) != num_blocks or not all(_fits(block, states[n]) for n, block in pairs):
         raise ValueError(
-            f"{where()}: the state is not one of this model, whose blocks are of other shapes. "
-            f"Make a new one with init."
+            f"{where()}: the state is not one of this model, whose blocks have other shapes. Make "
+            f"a new one with init."
         )
 
 
 def _check_caches(
-    blocks: Sequence[Any], states: Sequence[Any], exact: Powers, approx: Powers
+    blocks: Sequence[CurvatureBlock], states: Sequence[BlockState], exact: Powers, approx: Powers
 ) -> None:
-    """Check that the blocks' states cache these powers, as their shapes show."""
+    """Check that the blocks' states cache these powers, by the shapes of their entries."""
     for block, state in zip(blocks, states, strict=True):
         init = functools.partial(block.init, jax.random.key(0), exact, approx, False)
         expected, found = (jax.tree.map(np.shape, x.cache) for x in (jax.eval_shape(init), state))
@@ -691,18 +773,18 @@ def _check_caches(
             )
 
 
-def _fits(block: TwoKroneckerFactored, state: Any) -> bool:
+def _fits(block: TwoKroneckerFactored, state: BlockState | None) -> bool:
     sides = block.kronecker.inputs, block.kronecker.outputs
     return isinstance(state, block.State) and [side.shape for side in sides] == [
         np.shape(average.raw_value) for average in block.averages(state)
     ]
 
 
-def _check_rows(state: Any, expected: Sequence[int]) -> None:
-    found = [own.factors["inputs_factor"].shape[0] for own in state.shards]
+def _check_rows(state: ShardedState, expected: Sequence[int]) -> None:
+    found = [x.factors[FACTORS[0]].shape[0] for x in state.shards]
     if found != expected:
         raise ValueError(
-            f"{where()}: a state of this model that is split among {state.num_devices} devices has "
-            f"{expected} rows of factors, one number for each of their shapes, got {found}. It was "
-            f"made for another model: make a new one with init."
+            f"{where()}: a state of this model that is sharded over {state.num_devices} devices "
+            f"has {expected} rows of factors, one number for each of their shapes, got {found}. It "
+            f"was made for another model: make a new one with init."
         )

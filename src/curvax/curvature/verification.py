@@ -1,9 +1,9 @@
-"""`verify_curvature`: how far an estimate is from the exact matrix, block by block."""
+"""`verify_curvature`: the distance of an estimate from the exact matrix, block by block."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,23 @@ import jax.numpy as jnp
 from curvax._errors import where
 from curvax._reports import table
 from curvax._types import Array, PyTree
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
-from curvax.curvature.implicit import ImplicitExactCurvature
+from curvax.curvature.batch import default_batch_size_extractor
+from curvax.curvature.block_diagonal import BlockDiagonalCurvature, BlockDiagonalState
+from curvax.curvature.blocks.base import CurvatureBlock
+from curvax.curvature.implicit import ImplicitExactCurvature, Number
 
 
 @dataclass(frozen=True)
 class BlockError:
-    """How far a block is from the exact one.
+    """The distance of a block from the exact one.
 
     Attributes:
-        params: the paths of its parameters.
-        block: the class of the block.
-        error: the norm of the difference, divided by the norm of the exact block.
-        params_errors: the same, of the rows that belong to each parameter.
-        scale: the mean of the block's quadratic form, divided by that of the exact one; a block
-            that is only too large or too small by a factor has that factor here.
+        params: Paths of the parameters.
+        block: Class of the block.
+        error: Norm of the difference, divided by the norm of the exact block.
+        params_errors: The same for the rows of each parameter.
+        scale: Mean of the block's quadratic form, divided by that of the exact one: the factor, for
+            a block that is wrong by a factor only.
     """
 
     params: tuple[str, ...]
@@ -37,15 +39,31 @@ class BlockError:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How far an estimate is from the exact matrix; it prints as a table.
+    """The distance of an estimate from the exact matrix, printed as a table.
 
-    All norms are Frobenius norms, estimated by products with random vectors.
+    All norms are Frobenius norms, estimated from products with random vectors.
 
     Attributes:
-        matrix: which exact matrix it was compared with.
-        rows: the errors of all blocks.
-        outside: the share of the exact matrix that is in no block: the norm of that part, divided
-            by the norm of all.
+        matrix: The exact matrix of the comparison: "fisher", "ggn" or "hessian".
+        rows: The errors of each block.
+        outside: Norm of the part of the exact matrix that is in no block, divided by its norm.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+        >>> estimator = curvax.BlockDiagonalCurvature(model)
+        >>> key = jax.random.key(0)
+        >>> state = estimator.init(key, args, None, None)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+        ... )
+        >>> report = curvax.verify_curvature(estimator, state, args, key)
+        >>> report.matrix, report.rows[0].block, round(report.rows[0].scale, 3)
+        ('fisher', 'DenseTwoKroneckerFactored', 1.0)
     """
 
     matrix: str
@@ -54,7 +72,7 @@ class VerificationReport:
 
     @property
     def largest_error(self) -> float:
-        """The largest of the errors of all blocks."""
+        """The largest error of all blocks."""
         return max(row.error for row in self.rows)
 
     def __str__(self) -> str:
@@ -73,51 +91,71 @@ class VerificationReport:
 
 def verify_curvature(
     estimator: BlockDiagonalCurvature,
-    state: Any,
+    state: BlockDiagonalState,
     func_args: Sequence[PyTree],
     rng: Array,
     *,
     num_probes: int = 16,
     matrix: str | None = None,
-    batch_size: Any = None,
+    batch_size: Number | None = None,
 ) -> VerificationReport:
-    """Compare an estimate of curvature with exact products: how good is K-FAC for this model?
+    """Compare a curvature estimate with exact products: how good is K-FAC for this model?
 
-    For each block, some random vectors that are zero elsewhere are multiplied with the estimate and
-    with the exact matrix at these arguments. Estimates that are averages over several batches, or
-    that come from a few samples, differ from it for that reason too.
+    For each block, random vectors that are zero elsewhere are multiplied by the estimate and by the
+    exact matrix at these arguments. Estimates that are averages over several batches, or that come
+    from a few samples, also differ for that reason.
 
     Arguments:
-        estimator: the estimator.
-        state: its state.
-        func_args: the arguments of the function.
-        rng: a key for the random vectors.
-        num_probes: how many vectors for each block. Errors are known to about 1 part in
-            `sqrt(num_probes)`.
-        matrix: what to compare with, "fisher", "ggn" or "hessian"; by default the matrix that the
-            estimator estimates by default.
-        batch_size: the number of examples, if it is not the length of the batch.
+        estimator: The estimator.
+        state: State of the estimator.
+        func_args: Arguments of the function.
+        rng: Random key for the vectors.
+        num_probes: Number of vectors for each block. The relative precision of the errors is about
+            `1 / sqrt(num_probes)`.
+        matrix: Exact matrix to compare with: "fisher", "ggn" or "hessian". By default the matrix
+            that the estimator estimates by default.
+        batch_size: Number of examples, if it is not the length of the batch.
 
     Returns:
         A report with a row for each block.
 
     Raises:
-        ValueError: if there is no such matrix, or `num_probes` is less than one.
+        ValueError: If there is no such matrix, or `num_probes` is less than one.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 0.0]])
+        >>> estimator = curvax.BlockDiagonalCurvature(model)
+        >>> key = jax.random.key(0)
+        >>> state = estimator.init(key, args, None, None)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     state, 0.0, 1.0, 2, key, args, None, "fisher_exact"
+        ... )
+        >>> curvax.verify_curvature(estimator, state, args, key).largest_error < 1e-5
+        True
     """
     matrix = estimator.default_mat_type if matrix is None else matrix
     if matrix not in ("fisher", "ggn", "hessian") or num_probes < 1:
         raise ValueError(
-            f"{where()}: matrix is 'fisher', 'ggn' or 'hessian' and num_probes at least one, got "
-            f"{matrix!r} and {num_probes}."
+            f"{where()}: matrix must be 'fisher', 'ggn' or 'hessian' and num_probes at least one, "
+            f"got {matrix!r} and {num_probes}."
         )
-    options: dict[str, Any] = {"batch_index": estimator.batch_argument}
-    if batch_size is not None:
-        options["batch_size_extractor"] = lambda _: batch_size
-    exact = ImplicitExactCurvature(estimator.func, estimator.params_index, **options)
+    exact = ImplicitExactCurvature(
+        estimator.func,
+        estimator.params_index,
+        default_batch_size_extractor if batch_size is None else lambda _: batch_size,
+        batch_index=estimator.batch_argument,
+    )
     multiply_exact = getattr(exact, f"multiply_{matrix}")
 
-    def mean_of_probes(func_args: Sequence[PyTree], state: Any) -> tuple[list[_Norms], Any]:
-        def of_probe(key: Array) -> tuple[list[_Norms], Any]:
+    def mean_of_probes(
+        func_args: Sequence[PyTree], state: BlockDiagonalState
+    ) -> tuple[list[_Norms], Array]:
+        def of_probe(key: Array) -> tuple[list[_Norms], Array]:
             product = functools.partial(multiply_exact, func_args)
             return _norms_of_probe(estimator, state, product, key)
 
@@ -128,75 +166,76 @@ def verify_curvature(
 
 
 class _Norms(NamedTuple):
-    """What a random vector says of a block: numbers for each of its parameters, and of all."""
+    """The products of a block, estimated and exact, with one random vector.
+
+    Attributes:
+        differences: Squared norm of their difference, for each parameter.
+        sizes: Squared norm of the exact product, for each parameter.
+        forms: The quadratic forms of the estimate and of the exact block.
+    """
 
     differences: list[Array]
-    """Squared norms of estimated minus exact products, for each parameter."""
     sizes: list[Array]
-    """Squared norms of exact products, for each parameter."""
-    forms: list[Any]
-    """The quadratic forms of the estimate and of the exact block."""
+    forms: list[Array]
 
 
 def _norms_of_probe(
     estimator: BlockDiagonalCurvature,
-    state: Any,
+    state: BlockDiagonalState,
     product: Callable[[PyTree], PyTree],
     key: Array,
-) -> tuple[list[_Norms], Any]:
-    """Multiply a random vector, block by block, with the estimate and with the exact matrix.
+) -> tuple[list[_Norms], Array]:
+    """Multiply a random vector, block by block, by the estimate and by the exact matrix.
 
     Returns:
-        The norms of each block, and the squared norm of the exact product of the whole vector.
+        The norms of each block, and the squared norm of the exact product with the entire vector.
     """
     leaves, tree = jax.tree.flatten(estimator.params_shapes)
     keys = jax.random.split(key, len(leaves))
-    drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    vector = jax.tree.unflatten(tree, drawn)
+    samples = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    vector = jax.tree.unflatten(tree, samples)
     parts = estimator.params_vector_to_blocks_vectors(vector)
     norms = []
-    for index, (block, own) in enumerate(
-        zip(estimator.blocks or (), state.blocks_states, strict=True)
-    ):
-        alone = [
+    blocks = zip(estimator.blocks or (), state.blocks_states, strict=True)
+    for index, (block, block_state) in enumerate(blocks):
+        masked = [
             [x if k == index else jnp.zeros_like(x) for x in part] for k, part in enumerate(parts)
         ]
-        everywhere = product(estimator.blocks_vectors_to_params_vector(alone))
-        exact = estimator.params_vector_to_blocks_vectors(everywhere)[index]
-        estimated = block.multiply(own, parts[index], 0.0, True, False)
+        column = product(estimator.blocks_vectors_to_params_vector(masked))
+        exact = estimator.params_vector_to_blocks_vectors(column)[index]
+        estimated = block.multiply(block_state, parts[index], 0.0, True, False)
         differences = [jnp.sum((a - b) ** 2) for a, b in zip(estimated, exact, strict=True)]
-        forms = [
-            sum(jnp.sum(a * b) for a, b in zip(parts[index], each, strict=True))
-            for each in (estimated, exact)
-        ]
+        forms = [_inner_product(parts[index], x) for x in (estimated, exact)]
         norms.append(_Norms(differences, [jnp.sum(b**2) for b in exact], forms))
-    return norms, sum(jnp.sum(x**2) for x in jax.tree.leaves(product(vector)))
+    product_leaves = jax.tree.leaves(product(vector))
+    return norms, _inner_product(product_leaves, product_leaves)
+
+
+def _inner_product(xs: Sequence[Array], ys: Sequence[Array]) -> Array:
+    terms = [jnp.sum(x * y) for x, y in zip(xs, ys, strict=True)]
+    return sum(terms[1:], start=terms[0])
 
 
 def _report(
-    estimator: BlockDiagonalCurvature, matrix: str, norms: Sequence[_Norms], total: Any
+    estimator: BlockDiagonalCurvature, matrix: str, norms: Sequence[_Norms], total: Array
 ) -> VerificationReport:
-    """Make a report of the mean norms of all probes."""
+    """Return the report, from the mean over all probes of the norms."""
     blocks = zip(estimator.params_names, estimator.blocks or (), norms, strict=True)
-    rows = [
-        _row(names, block, *(list(map(float, each)) for each in own))
-        for names, block, own in blocks
-    ]
-    inside = sum(float(size) for own in norms for size in own.sizes)
+    rows = [_block_error(names, block, of_block) for names, block, of_block in blocks]
+    inside = sum(float(size) for of_block in norms for size in of_block.sizes)
     outside = max(0.0, 1 - inside / float(total)) ** 0.5 if float(total) else 0.0
     return VerificationReport(matrix, tuple(rows), outside)
 
 
-def _row(
-    names: Sequence[str], block: Any, apart: list[float], sizes: list[float], forms: list[float]
-) -> BlockError:
-    errors = [_ratio(a, b) ** 0.5 for a, b in zip(apart, sizes, strict=True)]
-    error = _ratio(sum(apart), sum(sizes)) ** 0.5
+def _block_error(names: Sequence[str], block: CurvatureBlock, norms: _Norms) -> BlockError:
+    differences, sizes, forms = (list(map(float, each)) for each in norms)
+    errors = [_ratio(a, b) ** 0.5 for a, b in zip(differences, sizes, strict=True)]
+    error = _ratio(sum(differences), sum(sizes)) ** 0.5
     return BlockError(tuple(names), type(block).__name__, error, tuple(errors), _ratio(*forms))
 
 
-def _ratio(part: float, whole: float) -> float:
-    """A quotient, of which nothing in nothing is no error, and something in nothing is infinite."""
-    if whole:
-        return part / whole
+def _ratio(part: float, total: float) -> float:
+    """Return the quotient; 0 for `0 / 0`, and infinity for any other division by zero."""
+    if total:
+        return part / total
     return 0.0 if not part else float("inf")

@@ -1,19 +1,19 @@
 """Columns of linear maps, a block at a time.
 
-Every matrix in this package is made of columns of a linear map, which is made once
-(`jax.linearize`, `jax.vjp`) and applied to unit vectors in blocks, through the loop behind every
-map. What is taken of each result, and where it goes, makes it a Jacobian, a Hessian or one of their
-parts.
+Every matrix in this package consists of columns of a linear map. The map is made once, by
+`jax.linearize` or `jax.vjp`, and applied to blocks of unit vectors, by the same loop as
+`chunked_vmap`. Which elements of each column are kept, and along which axis columns are stacked,
+makes the result a Jacobian, a Hessian or a part of one.
 
-A `BlockProblem` says it in two steps, so that its columns can also be sharded among devices, and
-its blocks be computed by one program after the other, to be streamed to disk.
+A `BlockProblem` separates the two steps, so that columns can be sharded among devices, and blocks
+computed by successive programs and streamed to disk.
 """
 
 import functools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +22,41 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._types import Array, Fun, PyTree, Size
+from curvax._types import Array, ArrayLike, Fun, PyTree, Size
 from curvax.derivatives.arguments import Options, TracedFunction
 from curvax.devices.mesh_axis import MeshAxis, is_committed
 from curvax.maps.chunking import map_indices
 from curvax.memory.compiled import compile_call, plan_call
 
+LinearMap: TypeAlias = Callable[..., PyTree]
+"""A linear map as `jax.linearize` or `jax.vjp` returns it: a pytree that can be called."""
+
 
 def linear_map(
-    transform: Callable[..., tuple[Any, ...]], f: Fun, x: PyTree, has_aux: bool
-) -> tuple[Any, PyTree]:
-    """Return the linear map that `jax.linearize` or `jax.vjp` makes of `f` at `x`, and `aux`."""
+    transform: Callable[..., tuple[PyTree, ...]], f: Fun, x: PyTree, has_aux: bool
+) -> tuple[LinearMap, PyTree]:
+    """Apply `jax.linearize` or `jax.vjp` to `f` at `x`. Return the linear map and `aux`."""
     _, mapped, *aux = transform(f, x, has_aux=has_aux)
     return mapped, aux[0] if aux else None
 
 
 @dataclass(frozen=True)
 class Part:
-    """`length` columns, put together along `axis` of each array: the first or the last.
-
-    Columns along the first axis may be numbered by the elements of an array of some `shape`, whose
-    axes are then in the place of that one. Or a vector of all columns is made `into` something.
-    """
+    """The columns that one array, or pytree of arrays, of the result is stacked from."""
 
     length: int
-    column: Callable[[Any, Size], PyTree]
+    """Number of columns."""
+    column: Callable[[PyTree, Size], PyTree]
+    """Function that computes a column, from the output of `BlockProblem.prepare` and an index."""
     axis: int = 0
+    """Axis along which columns are stacked: the first (0) or the last (-1)."""
     shape: tuple[int, ...] | None = None
+    """Shape that the first axis is reshaped to, if any."""
     into: Callable[[Array], PyTree] | None = None
+    """Function that converts the vector of all columns, which are then scalars, to the result."""
 
     def result(self, columns: PyTree) -> PyTree:
-        """What all columns, put together, become."""
+        """Convert the stacked columns to the result."""
         if self.into is not None:
             return self.into(columns)
         shape = self.shape
@@ -63,22 +67,19 @@ class Part:
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """Parts that are computed apart from each other, all from one thing that is prepared.
+    """A matrix, or several, to be computed column by column. The result is a list, one per part."""
 
-    `prepare(x)` returns what columns are computed from, a pytree, and an auxiliary value. Each
-    part's `column(prepared, index)` is one column. The result is a list with that of each part.
-    """
-
-    prepare: Callable[[PyTree], tuple[Any, PyTree]]
+    prepare: Callable[[PyTree], tuple[PyTree, PyTree]]
+    """Function of `x` that returns a pytree to compute columns from (linear maps), and `aux`."""
     parts: tuple[Part, ...]
 
 
 def compute_columns(
     problem: BlockProblem, x: PyTree, size: int, options: Options, progress: bool
 ) -> tuple[list[PyTree], PyTree]:
-    """Return the result of each part at `x`, in blocks of `size`, and the auxiliary value.
+    """Return the result of each part at `x`, computed in blocks of `size` columns, and `aux`.
 
-    On a mesh, these are the columns of each device.
+    On a mesh, columns are sharded, and each device computes blocks of `size`.
     """
     lengths = [options.local_length(part.length) for part in problem.parts]
     bar = Progress.of(lengths, size) if progress else None
@@ -98,18 +99,18 @@ def compute_columns(
 def plan_blocks(
     build: Callable[[int], Fun],
     functions: Sequence[TracedFunction],
-    args: Sequence[Any],
+    args: Sequence[PyTree],
     options: Options,
     block_size: int,
     max_size: int,
     *,
     key: Hashable,
 ) -> Fun:
-    """Return `build(size)` for the block size that is given or fits the budget, compiled.
+    """Return `build(size)` compiled, for `block_size` or for a size that fits the budget.
 
-    It is compiled once for what the functions do and for the key, which says what is computed of
-    them, for arguments like `args`, and kept as long as the first of the functions lives. With a
-    budget, blocks have at most `max_size` columns.
+    It is compiled once for the jaxprs of the functions, the shapes of `args`, and `key`, which must
+    identify what is computed from the functions. It is cached as long as the first function lives.
+    With a budget, blocks have at most `max_size` columns.
     """
     fun, is_settled = functions[0].fun, all(f.is_settled for f in functions)
     key = options.axis, options.replicated, key
@@ -137,15 +138,16 @@ def run_blocks(
     *,
     key: Hashable,
 ) -> tuple[list[PyTree], PyTree]:
-    """Return the results of the problem that is made of some functions, and the auxiliary value.
+    """Compute the results of `problem(*functions)` at `x` in one program, and `aux`.
 
-    They are computed by one program, in blocks of the size that is given or fits the budget; see
-    `plan_blocks`.
+    `plan_blocks` chooses the block size and compiles the program.
     """
 
     def build(size: int) -> Fun:
-        def program(consts: Sequence[Any], x: PyTree) -> tuple[list[PyTree], PyTree]:
-            bound = [f.bind(own) for f, own in zip(functions, consts, strict=True)]
+        def program(
+            consts: Sequence[Sequence[_jax.Value]], x: PyTree
+        ) -> tuple[list[PyTree], PyTree]:
+            bound = [f.bind(values) for f, values in zip(functions, consts, strict=True)]
             return compute_columns(problem(*bound), x, size, options, progress)
 
         return program
@@ -179,15 +181,15 @@ def put_on_mesh(
     others = [kind for name, kind in kinds.items() if name not in axis.names]
     if progress and AxisType.Explicit in others:
         raise ValueError(
-            f"{where()}: progress=True calls back from the devices, which JAX does not do "
-            f"where a mesh has other Explicit axes than those along which work is split. Leave it "
+            f"{where()}: progress=True calls back from the devices, which JAX does not support "
+            f"on a mesh with Explicit axes other than those along which work is sharded. Leave it "
             f"out, or make these axes Auto."
         )
     return x
 
 
 def check_closed_over(fun: Fun, x: PyTree, options: Options) -> None:
-    """Check that what a function closes over can be used on the devices where it runs."""
+    """Check that the arrays that a function closes over can be used under `shard_map`."""
     axis = options.axis
     if axis is None or AxisType.Explicit not in axis.mesh.axis_types:
         return
@@ -195,24 +197,22 @@ def check_closed_over(fun: Fun, x: PyTree, options: Options) -> None:
         if _jax.sharding_of(const) is not None:
             raise ValueError(
                 f"{where()}: f closes over an array {const.dtype}{list(const.shape)} that is "
-                f"on a mesh with Explicit axes, which JAX does not let into what runs on the "
-                f"devices of a mesh. Let it close over numpy.asarray(array), or use a mesh "
-                f"with Auto axes."
+                f"on a mesh with Explicit axes, which JAX does not support under shard_map. "
+                f"Let it close over numpy.asarray(array), or use a mesh with Auto axes."
             )
 
 
 def _compute_sharded(
     problem: BlockProblem, x: PyTree, size: int, options: Options, bar: "Progress | None"
 ) -> tuple[list[PyTree], PyTree]:
-    """Return the results, sharded or replicated, and the auxiliary value, replicated.
+    """Return the results, sharded or replicated, and `aux`, replicated.
 
-    Every device makes the linear maps for itself, which is little work, and computes its shard of
-    the columns, in blocks, as one device would compute all. No communication is needed for that.
-    With c devices each has n / c columns, rounded up, so that the last of them may have some too
-    many; those are the last column again, and dropped.
+    Every device makes the linear maps itself, which is little work, and computes its shard of the
+    columns in blocks. That needs no communication. With c devices each has n / c columns, rounded
+    up. Columns beyond the last are copies of the last one, and are dropped.
 
-    A result stays sharded along the axis of its columns, unless it is to be replicated, or cannot
-    be sharded: JAX shards an axis evenly or not at all. Then it is gathered.
+    A result stays sharded along the axis of its columns. It is gathered if it is to be replicated,
+    or if c does not divide that axis, because JAX shards an axis evenly or not at all.
     """
     assert options.axis is not None
     axis, sharded = options.axis, _Sharded(options.axis, options.replicated)
@@ -234,7 +234,7 @@ def _compute_sharded(
         prepared, _ = problem.prepare(x)
         return [part.column(prepared, 0) for part in problem.parts]
 
-    # Traced where columns will be computed, for their shapes.
+    # Traced under `shard_map`, as columns will be.
     shapes = jax.eval_shape(axis.shard_map(first_columns, (REPLICATED,), REPLICATED), x)
     specs = list(map(sharded.specs, problem.parts, shapes))
     results, aux = axis.shard_map(on_device, (REPLICATED,), (specs, REPLICATED))(x)
@@ -244,13 +244,13 @@ def _compute_sharded(
 
 @dataclass(frozen=True)
 class _Sharded:
-    """How the results of parts are sharded along an axis of the mesh."""
+    """The sharding of results along an axis of the mesh."""
 
     axis: MeshAxis
     replicated: bool
 
     def result(self, part: Part, shard: PyTree) -> PyTree:
-        """Return what becomes of the columns of this device, gathered if need be."""
+        """Return the result from the local shard of columns, gathered if necessary."""
         if self._stays(part):
             rows = part.shape and (part.shape[0] // self.axis.count, *part.shape[1:])
             return replace(part, shape=rows).result(shard)
@@ -259,7 +259,7 @@ class _Sharded:
         return result if part.into is None else jax.tree.map(self._local_rows, result)
 
     def specs(self, part: Part, column: PyTree) -> PyTree:
-        """Return how the arrays of a result are sharded, for columns of these shapes."""
+        """Return the partition specs of a result, for columns of these shapes."""
         if part.into is not None:
             vector = jax.ShapeDtypeStruct((part.length, *column.shape), column.dtype)
             result = jax.eval_shape(part.into, vector)
@@ -271,9 +271,9 @@ class _Sharded:
         return jax.tree.map(lambda x: self.axis.spec(position(x)), column)
 
     def constrained(self, spec: PartitionSpec, result: Array) -> Array:
-        """Shard a result as the spec says, and not along other axes of the mesh as well.
+        """Constrain a result to be sharded as the spec says, and not along other axes of the mesh.
 
-        What is sharded along explicit axes is so by its type already.
+        A sharding along explicit axes is part of the type already.
         """
         mesh, names = self.axis.mesh, self.axis.names
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -284,7 +284,7 @@ class _Sharded:
         return lax.with_sharding_constraint(result, NamedSharding(mesh, spec))
 
     def _stays(self, part: Part) -> bool:
-        """Whether devices keep their columns."""
+        """Return whether a result stays sharded by columns."""
         if part.into is not None or self.replicated or part.shape == ():
             return False
         length = part.length if part.shape is None else part.shape[0]
@@ -299,41 +299,40 @@ class _Sharded:
         return lax.slice_in_dim(joined, 0, part.length, axis=position)
 
     def _local_rows(self, array: Array) -> Array:
-        """Return this device's shard of the first axis, if that can be sharded."""
+        """Return the local shard of a replicated array along its first axis, if it divides."""
         if not self._divides(array):
             return array
         rows = array.shape[0] // self.axis.count
         return lax.dynamic_slice_in_dim(array, self.axis.axis_index() * rows, rows, 0)
 
-    def _divides(self, like: Any) -> bool:
+    def _divides(self, like: Array | jax.ShapeDtypeStruct) -> bool:
         return not self.replicated and like.ndim > 0 and like.shape[0] % self.axis.count == 0
 
 
 def why_not(problem: BlockProblem, x: PyTree) -> Exception | None:
-    """Return the error that the derivatives of a problem raise when they are tried, or None."""
+    """Return the error that tracing the derivatives of a problem raises, or None."""
     if not problem.parts:
         return None
     return raised(lambda x: problem.parts[0].column(problem.prepare(x)[0], 0), x)
 
 
-def has_derivative(derivative: Callable[..., Any], *args: PyTree) -> bool:
-    """Return whether a function that computes a derivative can do so."""
+def has_derivative(derivative: Fun, *args: PyTree) -> bool:
+    """Return whether a function that computes a derivative can be traced and lowered."""
     return raised(derivative, *args) is None
 
 
-def raised(fun: Callable[..., Any], *args: PyTree) -> Exception | None:
+def raised(fun: Fun, *args: PyTree) -> Exception | None:
     """Return the error that a function raises when it is traced and lowered, or None.
 
     A `while_loop` cannot be differentiated in reverse mode, nor a `jax.custom_vjp` function in
-    forward mode. JAX says so when it comes to that operation: when derivatives are traced, or only
-    when they are lowered, just before they would be compiled. So both are done here, with one
-    column.
+    forward mode. JAX raises an error when it reaches that operation: while derivatives are traced,
+    or only while they are lowered. So both are tried.
     """
     try:
         program, _ = _jax.trace_with_constants(fun, *args)
         leaves = [*program.consts, *jax.tree.leaves(args)]
         jax.jit(_jax.with_constants(program)).lower(*map(_jax.shape_of, leaves))
-    except Exception as error:  # noqa: BLE001  What it is depends on the operation.
+    except Exception as error:  # noqa: BLE001  Its type depends on the operation.
         return error
     return None
 
@@ -342,11 +341,11 @@ def raised(fun: Callable[..., Any], *args: PyTree) -> Exception | None:
 def advised(
     reason: Callable[[], Exception | None], advice: Callable[[], str | None]
 ) -> Generator[None]:
-    """Say what to do if a function lacks the derivatives that are taken inside the block.
+    """Explain an error inside the block if the function lacks the derivatives taken there.
 
-    When something fails there, `reason` tries these derivatives alone. If they fail too, `advice`
-    tries what might take their place, and says what works. Any other error stays as it is, be it
-    JAX's or a user's own.
+    If the block raises, `reason` tries these derivatives alone. If they fail too, `advice` tries
+    alternatives and returns what works, which becomes the error message. Any other error, of JAX or
+    of the user-supplied function, propagates unchanged.
     """
     try:
         yield
@@ -365,7 +364,7 @@ def advised_to_go_forward(
     x: PyTree,
     has_aux: bool = False,
 ) -> AbstractContextManager[None]:
-    """`advised` for second derivatives, which are those of the gradient, by forward mode."""
+    """Return `advised` for second derivatives, which are taken forward over reverse."""
     g = f.traced()
     value = (lambda x: g(x)[0]) if has_aux else g
 
@@ -383,12 +382,11 @@ def advised_to_go_forward(
 
 
 class Progress:
-    """A bar over `total` blocks, some of which may be done already.
+    """A progress bar over `total` blocks, of which some may be done already.
 
-    The program calls back after each block. The bar begins with the first block of a run and ends
-    with the last, so it is right also where one compiled program runs many times. Of several
-    devices, which compute as many blocks each, the first moves it; of several processes, the first
-    shows it.
+    The program calls back after each block. The bar opens with the first block of a run and closes
+    with the last, so that a compiled program can run several times. Devices of a mesh compute
+    equally many blocks; the first device advances the bar. Only the first process shows it.
     """
 
     def __init__(self, description: str, total: int, done: int = 0) -> None:
@@ -399,26 +397,26 @@ class Progress:
 
     @classmethod
     def of(cls, lengths: Sequence[int], size: int) -> "Progress":
-        """Return the bar of a public function, for columns in blocks of `size`."""
+        """Return the bar of the current public function, for columns in blocks of `size`."""
         blocks = [max(1, -(-length // size)) for length in lengths]
         return cls(where().partition(".")[2], sum(blocks))
 
     def tick(self, device: Array | None = None) -> None:
-        """Let the program that is traced advance the bar, if on several devices by the first."""
+        """Insert a callback that advances the bar into the program; with a device, on the first."""
         if device is None:
             jax.debug.callback(self.advance)
         else:
             jax.debug.callback(self._advance_on_first, device)
 
-    def _advance_on_first(self, device: Any) -> None:
-        if int(device) == 0:
+    def _advance_on_first(self, device: ArrayLike) -> None:
+        if device == 0:
             self.advance()
 
     def advance(self, blocks: int = 1) -> None:
         """Advance the bar by some blocks, while the program runs."""
         if not blocks or jax.process_index() > 0:
             return
-        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
+        from tqdm.auto import tqdm  # Imported here, because it takes as long as all of curvax.
 
         if self._bar is None:
             self._bar = tqdm(

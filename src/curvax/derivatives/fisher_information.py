@@ -1,12 +1,17 @@
-"""`fisher_information`: the sum of outer products of scores, a microbatch of data at a time."""
+"""`fisher_information`: the sum of outer products of scores, a microbatch of data at a time.
+
+This is the empirical Fisher information: scores are taken at the data, not at samples of the model.
+Kunstner, Balles and Hennig (2019), "Limitations of the empirical Fisher approximation for natural
+gradient descent", compare the two.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from curvax import _jax
 from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree
@@ -14,6 +19,7 @@ from curvax.derivatives.arguments import (
     Options,
     Point,
     TracedFunction,
+    Unflatten,
     check_block_size,
     check_options,
     check_scalar,
@@ -40,7 +46,7 @@ def fisher_information(
     objective: Objective = "memory",
     mesh: Mesh | None = None,
     axis: Axis | None = None,
-) -> tuple[Array, Callable[[Array], PyTree]]:
+) -> tuple[Array, Unflatten]:
     """Compute the empirical Fisher information: the sum over data of outer products of scores.
 
     Equal to
@@ -48,36 +54,39 @@ def fisher_information(
         scores = jax.vmap(lambda d: ravel(jax.grad(loglike)(x, d)))(data)
         return scores.T @ scores, unflatten
 
-    except that the scores of one microbatch exist at a time.
+    except that only the scores of one microbatch exist at a time.
 
     Arguments:
-        loglike: the log-likelihood of one example, a real scalar function of `x` and the example.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        data: a pytree of arrays with examples along their leading axes.
-        nbatches: the number of microbatches.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `loglike` computes on the way instead of saving it:
-            less memory, more time.
-        batch_size: the number of examples in a microbatch, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included.
-        objective: with a budget, "memory" takes the largest microbatch that fits, "time" one that
-            is expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        mesh: devices among which examples are sharded, evenly. Each computes the sum over its shard
-            in microbatches, and sizes and budgets are for each.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
+        loglike: Log-likelihood of one example: a real scalar function of `x` and the example.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        data: A pytree of arrays with examples along their leading axes.
+        nbatches: Number of microbatches.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `loglike`: its intermediate values are
+            recomputed instead of saved, which takes less memory and more time.
+        batch_size: Number of examples in a microbatch, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
+        objective: How to choose a size within the budget. "memory" takes the largest microbatch
+            that fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small
+            one, whose temporaries stay in the cache, elsewhere the largest.
+        mesh: Devices among which examples are sharded, evenly. Each device sums over its shard in
+            microbatches; sizes and budgets are per device.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
 
     Returns:
-        `(F, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
-        a vector of n numbers a pytree like `x`. On a mesh `F` is replicated.
+        `(F, unflatten)`: the (n, n) matrix over the coordinates of `x` in the order of
+        `jax.flatten_util.ravel_pytree`, and the function that converts a vector of length n to a
+        pytree like `x`. On a mesh `F` is replicated.
 
     Raises:
-        ValueError: if there are more batches than examples, arrays of `data` disagree in length,
-            two sizes are given, a budget or a mesh with `jit=False`, or the number of devices does
-            not divide the number of examples.
-        TypeError: if `x` is not real floating-point, or `loglike` no real scalar.
-        MemoryBudgetError: if not even single examples fit the budget.
+        ValueError: If there are more microbatches than examples, arrays of `data` differ in length,
+            more than one size is given, a budget or a mesh is combined with `jit=False`, or the
+            number of devices does not divide the number of examples.
+        TypeError: If `x` is not real floating-point, or `loglike` is not a real scalar.
+        MemoryBudgetError: If not even microbatches of one example fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,7 +107,7 @@ def fisher_information(
     traced = _trace_log_likelihood(loglike, x, data, options)
 
     def build(size: int) -> Fun:
-        def program(consts: Sequence[Any], x: PyTree, data: PyTree) -> Array:
+        def program(consts: Sequence[_jax.Value], x: PyTree, data: PyTree) -> Array:
             f = traced.bind(consts)
             g = jax.checkpoint(f) if checkpoint else f
 
@@ -125,7 +134,7 @@ def fisher_information(
 def _trace_log_likelihood(
     loglike: Fun, x: PyTree, data: PyTree, options: Options
 ) -> TracedFunction:
-    """Trace the log-likelihood of one example, and check that it is one real number."""
+    """Trace the log-likelihood of one example, and check that it is a real scalar."""
     traced = trace_function(loglike, (x, _first_example(data)), options)
     message = "loglike must return a real floating-point scalar for an example"
     check_scalar(traced.outputs, message)
@@ -140,7 +149,7 @@ def _first_example(data: PyTree) -> PyTree:
 def _forward_advice(
     loglike: TracedFunction, x: PyTree, data: PyTree
 ) -> tuple[Callable[[], Exception | None], Callable[[], str | None]]:
-    """Why there are no scores, and what to do then."""
+    """Return the two arguments of `advised`: why there are no scores, and what to do then."""
     f, example = loglike.traced(), _first_example(data)
 
     def advice() -> str | None:
@@ -156,7 +165,8 @@ def _forward_advice(
     return lambda: raised(jax.grad(f), x, example), advice
 
 
-def _num_examples(data: Any) -> int:
+def _num_examples(data: PyTree) -> int:
+    """Return the number of examples, which all arrays must have in common."""
     sizes = {
         leaf_name("data", path): jnp.shape(leaf)[:1]
         for path, leaf in jax.tree_util.tree_leaves_with_path(data)

@@ -1,8 +1,12 @@
-"""`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian."""
+"""`gauss_newton`: the product of a Jacobian's transpose, a weight and the Jacobian.
+
+Columns are computed without the Jacobian, as in Schraudolph (2002), "Fast curvature matrix-vector
+products for second-order gradient descent": forward through the linearised function, through the
+weight, and back through the transpose.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ from curvax.derivatives.arguments import (
     Options,
     Point,
     TracedFunction,
+    Unflatten,
     check_block_size,
     check_on_mesh,
     check_options,
@@ -23,6 +28,7 @@ from curvax.derivatives.arguments import (
 )
 from curvax.derivatives.columns import (
     BlockProblem,
+    LinearMap,
     Part,
     advised,
     has_derivative,
@@ -49,7 +55,7 @@ def gauss_newton(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> tuple[Array, Callable[[Array], PyTree]]:
+) -> tuple[Array, Unflatten]:
     """Compute the Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
 
     Equal to
@@ -57,44 +63,48 @@ def gauss_newton(
         J, unflatten = jacobian(lambda x: ravel(f(x)), x)
         return J.T @ W @ J, unflatten
 
-    except that `J` is never held: a block of columns goes through the linearised `f`, the weight,
-    and the transpose of the linearised `f`.
+    except that `J` is never computed: a block of unit vectors goes through the linearised `f`, the
+    weight, and the transpose of the linearised `f`.
 
     Arguments:
-        f: a function of a pytree, to a real array or a pytree of these: m residuals in all.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        weight: None for no weight; m weights, as a vector or in the shape of a single residual
-            array; an (m, m) matrix; or a function that applies W to a pytree like the residuals.
-        nbatches: the number of blocks.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
-            memory, more time.
-        batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included.
-        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
-            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        progress: whether to show a progress bar of blocks.
-        mesh: devices among which columns are sharded. Each computes its shard in blocks, and sizes
-            and budgets are for each.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
-        replicated: whether to replicate the result on every device.
+        f: A function of a pytree to a real array or a pytree of real arrays: m residuals in all.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        weight: None for the identity; m weights, as a vector or in the shape of a single residual
+            array; an (m, m) matrix W; or a function that applies W to a pytree like the residuals.
+        nbatches: Number of blocks of columns, computed one after the other.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
+            instead of saved, which takes less memory and more time.
+        batch_size: Number of columns in a block, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
+        objective: How to choose a size within the budget. "memory" takes the largest block that
+            fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
+            whose temporaries stay in the cache, elsewhere the largest.
+        progress: Whether to show a progress bar over blocks.
+        mesh: Devices among which columns are sharded. Each device computes its shard in blocks;
+            sizes and budgets are per device.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
+        replicated: Whether to replicate the result on every device.
 
     Returns:
-        `(G, unflatten)`: the (n, n) matrix over the coordinates of `x`, and the function that makes
-        a vector of n numbers a pytree like `x`.
+        `(G, unflatten)`: the (n, n) matrix over the coordinates of `x` in the order of
+        `jax.flatten_util.ravel_pytree`, and the function that converts a vector of length n to a
+        pytree like `x`.
 
         On a mesh `G` is sharded along its last axis. It is replicated with `replicated=True`, and
-        where the number of devices does not divide n.
+        if the number of devices does not divide n.
 
     Raises:
-        ValueError: if the weight does not fit the residuals, there are more batches than
-            parameters, two sizes are given, a budget or a mesh with `jit=False`, the mesh does not
-            have the axis, `x` is committed to other devices, or processes disagree on shapes.
-        TypeError: if `x` or a residual is not real floating-point, or the weight is not real or
-            returns something else than residuals.
-        MemoryBudgetError: if not even single columns fit the budget.
+        ValueError: If the weight does not fit the residuals, there are more blocks than parameters,
+            more than one size is given, a budget or a mesh is combined with `jit=False`, the mesh
+            does not have the axis, `x` is committed to other devices, or processes disagree on
+            shapes.
+        TypeError: If `x` or a residual is not real floating-point, the weight is not real, or it
+            does not return a pytree like the residuals.
+        MemoryBudgetError: If not even blocks of one column fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -120,11 +130,13 @@ def gauss_newton(
     block_size = check_block_size(options, length)
 
     def problem(f: Fun, weight: Fun | None = None) -> BlockProblem:
-        def prepare(arguments: tuple[PyTree, Any]) -> tuple[Any, None]:
+        def prepare(
+            arguments: tuple[PyTree, Array | None],
+        ) -> tuple[tuple[LinearMap, Array | None], None]:
             x, given = arguments
             return (jax.linearize(jax.checkpoint(f) if checkpoint else f, x)[1], given), None
 
-        def column(prepared: Any, index: Size) -> Array:
+        def column(prepared: tuple[LinearMap, Array | None], index: Size) -> Array:
             push_forward, given = prepared
             direction = point.direction(index)
             pushed = push_forward(direction)
@@ -132,7 +144,7 @@ def gauss_newton(
             (pulled_back,) = jax.linear_transpose(push_forward, direction)(weighted)
             return point.flatten(pulled_back)
 
-        # The matrix is symmetric only if the weight is, so columns are put where columns belong.
+        # The matrix is symmetric only if the weight is, so a column must not be written as a row.
         return BlockProblem(prepare, (Part(point.size, column, -1),))
 
     def lacking() -> Exception | None:
@@ -158,8 +170,10 @@ def gauss_newton(
     return matrix, point.unflatten
 
 
-def _weight(weight: Any, residuals: Point) -> tuple[Array | None, Callable[[Any, PyTree], PyTree]]:
-    """The weight as an array, if it is one, and how to apply it to a pytree like the residuals."""
+def _weight(
+    weight: Array | Fun | None, residuals: Point
+) -> tuple[Array | None, Callable[[Array | None, PyTree], PyTree]]:
+    """Return the weight as an array, if it is one, and a function that applies it to residuals."""
     if weight is None or callable(weight):
         return None, lambda _, tree: tree
     array = jnp.asarray(weight)
@@ -177,7 +191,8 @@ def _weight(weight: Any, residuals: Point) -> tuple[Array | None, Callable[[Any,
             f"{size}) or a function, got an array of shape {array.shape}."
         )
 
-    def apply(array: Array, tree: PyTree) -> PyTree:
+    def apply(array: Array | None, tree: PyTree) -> PyTree:
+        assert array is not None
         vector = residuals.flatten(tree)
         return residuals.unflatten(product(array.astype(vector.dtype), vector))
 
@@ -185,7 +200,7 @@ def _weight(weight: Any, residuals: Point) -> tuple[Array | None, Callable[[Any,
 
 
 def _trace_weight(weight: Fun, residuals: Point, options: Options) -> TracedFunction:
-    """Trace a weight that is a function, and check that it returns what it is given."""
+    """Trace a weight that is a function, and check that it returns a pytree like the residuals."""
     pairs = zip(residuals.shapes, residuals.dtypes, strict=True)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
     given = jax.tree.unflatten(residuals.structure, shapes)

@@ -1,24 +1,31 @@
-"""`hessian`, `hessian_diagonal` and `hessian_blocks`: second derivatives, in blocks of rows."""
+"""`hessian`, `hessian_diagonal` and `hessian_blocks`: second derivatives, in blocks of rows.
+
+Rows are Hessian-vector products, forward over reverse as in Pearlmutter (1994), "Fast exact
+multiplication by the Hessian": the gradient is linearised once and applied to unit vectors.
+"""
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from curvax import _jax, _slicing
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
+    ColumnOptions,
     Options,
     Point,
     TracedFunction,
+    Unflatten,
     check_block_size,
     check_options,
     check_point,
@@ -29,6 +36,7 @@ from curvax.derivatives.arguments import (
 )
 from curvax.derivatives.columns import (
     BlockProblem,
+    LinearMap,
     Part,
     Progress,
     advised_to_go_forward,
@@ -38,6 +46,7 @@ from curvax.derivatives.columns import (
     put_on_mesh,
     run_blocks,
 )
+from curvax.derivatives.disk.store import ZarrArray
 from curvax.derivatives.disk.stream import stream
 from curvax.devices.mesh_axis import Axis
 from curvax.maps.chunk_plan import Chunk
@@ -46,6 +55,66 @@ from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
 
+@overload
+def hessian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    has_aux: Literal[False] = False,
+    out: None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[Array, Unflatten]: ...
+@overload
+def hessian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    has_aux: Literal[True],
+    out: None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[Array, Unflatten, PyTree]: ...
+@overload
+def hessian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    has_aux: Literal[False] = False,
+    out: str | PathLike[str],
+    **options: Unpack[ColumnOptions],
+) -> tuple[ZarrArray, Unflatten]: ...
+@overload
+def hessian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    has_aux: Literal[True],
+    out: str | PathLike[str],
+    **options: Unpack[ColumnOptions],
+) -> tuple[ZarrArray, Unflatten, PyTree]: ...
+@overload
+def hessian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    has_aux: bool = False,
+    out: str | PathLike[str] | None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[Array | ZarrArray, Unflatten] | tuple[Array | ZarrArray, Unflatten, PyTree]: ...
 def hessian(
     f: Fun,
     x: PyTree,
@@ -64,7 +133,7 @@ def hessian(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> Any:
+) -> tuple[Array | ZarrArray, Unflatten] | tuple[Array | ZarrArray, Unflatten, PyTree]:
     """Compute the Hessian of a scalar function `f` at `x`, a block of it at a time.
 
     Equal to
@@ -73,58 +142,60 @@ def hessian(
         H = jax.hessian(lambda flat: f(unflatten(flat)))(flat)
         return H, unflatten
 
-    except that one block is computed at a time, and only one triangle of the matrix. On a mesh and
-    on disk, where each device or block has rows of its own, and with `jit=False`, full rows are
-    computed. It is compiled once for what `f` does and each shape of `x`. Where `f` has a
-    derivative rule of its own that is not its derivative, the second derivatives are not symmetric:
-    take `jacobian(jax.grad(f), x)`.
+    except that one block is computed at a time, and only one triangle of the matrix. Full rows are
+    computed on a mesh, on disk, and with `jit=False`. The program is compiled once for the jaxpr of
+    `f` and the shapes of `x`. If `f` has a custom derivative rule that is not its true derivative,
+    second derivatives are not symmetric: use `jacobian(jax.grad(f), x)` instead.
 
     Arguments:
-        f: a real scalar function of a pytree.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks. Leaves are cut apart from each other, so that there can be
-            a few more.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
-            memory, more time. It helps where blocks are small; what a
-            large block needs is mostly its own tangents.
-        batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included. With `out`, what it holds
-            while it computes a block.
-        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
-            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        has_aux: whether `f` returns `(value, aux)`.
-        progress: whether to show a progress bar of blocks.
-        out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
-            holds one of them. Stopped at any time and run again, it goes on where it was. Several
-            processes write to it together, if all of them make the call.
-        overwrite: whether `out` may replace a store that belongs to something else.
-        verify: whether to read what `out` has already and check it against its checksums. Without,
-            it is only checked that nothing is missing. Damaged blocks are computed again, with a
-            `DamagedStoreWarning`.
-        mesh: devices among which rows are sharded. Each computes its shard in blocks, and sizes and
-            budgets are for each. Full rows are computed there, not one triangle, so that one device
-            without a mesh is about as fast as two.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
-        replicated: whether to replicate the result on every device.
+        f: A function of a pytree to a real scalar.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        nbatches: Number of blocks, computed one after the other. Each leaf of `x` is divided
+            separately, so that there can be a few more.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
+            instead of saved, which takes less memory and more time. It helps if blocks are
+            small; the memory of a large block is mostly that of its tangents.
+        batch_size: Number of columns in a block, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts. With `out`, the memory that is held while a block is computed.
+        objective: How to choose a size within the budget. "memory" takes the largest block that
+            fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
+            whose temporaries stay in the cache, elsewhere the largest.
+        has_aux: Whether `f` returns `(value, aux)`.
+        progress: Whether to show a progress bar over blocks.
+        out: Directory for a Zarr array on disk. Each block is written once it is computed, and
+            memory holds one block. A call that was interrupted resumes when it is repeated. In a
+            multi-process program all processes must make the call; they write together.
+        overwrite: Whether `out` may replace a store that belongs to a different computation.
+        verify: Whether to read the blocks that `out` has already and check their checksums. By
+            default it is only checked that none is missing. Damaged blocks are computed again, with
+            a `DamagedStoreWarning`.
+        mesh: Devices among which rows are sharded. Each device computes its shard in blocks; sizes
+            and budgets are per device. Full rows are computed, not one triangle, so that two
+            devices are about as fast as one without a mesh.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
+        replicated: Whether to replicate the result on every device.
 
     Returns:
-        `(H, unflatten)`, and with `has_aux` `(H, unflatten, aux)`: the (n, n) matrix over the
+        `(H, unflatten)`, or `(H, unflatten, aux)` with `has_aux`: the (n, n) matrix over the
         coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`, and the function that
-        makes a vector of n numbers a pytree like `x`. See also `hessian_to_pytree`.
+        converts a vector of length n to a pytree like `x`. `hessian_to_pytree` splits `H` into
+        blocks by leaves. With `out`, `H` is a `zarr.Array`.
 
         On a mesh `H` is sharded along its first axis. It is replicated with `replicated=True`, and
-        where the number of devices does not divide n. In a multi-process program each process has
-        its own shards, `H.addressable_shards`; to read all of it everywhere, write it to `out`.
+        if the number of devices does not divide n. In a multi-process program each process holds
+        `H.addressable_shards` only; to read all of `H` everywhere, write it to `out`.
 
     Raises:
-        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
-            mesh with `jit=False`, the store at `out` belongs to something else, the mesh does not
-            have the axis, `x` is committed to other devices, or processes disagree on shapes.
-        TypeError: if `x` is not real floating-point, or `f` no real scalar.
-        MemoryBudgetError: if not even single columns fit the budget.
+        ValueError: If there are more blocks than parameters, more than one size is given, a budget
+            or a mesh is combined with `jit=False`, the store at `out` belongs to a different
+            computation, the mesh does not have the axis, `x` is committed to other devices, or
+            processes disagree on shapes.
+        TypeError: If `x` is not real floating-point, or `f` does not return a real scalar.
+        MemoryBudgetError: If not even blocks of one column fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -144,14 +215,14 @@ def hessian(
     block_size = check_block_size(options, options.local_length(point.size))
 
     def rows(f: Fun) -> BlockProblem:
-        def prepare(x: PyTree) -> tuple[Any, PyTree]:
+        def prepare(x: PyTree) -> tuple[LinearMap, PyTree]:
             gradient = jax.grad(jax.checkpoint(f) if checkpoint else f, has_aux=has_aux)
             return linear_map(jax.linearize, gradient, x, has_aux)
 
-        def column(product: Any, index: Size) -> Array:
+        def column(product: LinearMap, index: Size) -> Array:
             return point.flatten(product(point.direction(index)))
 
-        # By symmetry a column is a row, and rows are contiguous.
+        # By symmetry a column is also a row, and rows are contiguous.
         return BlockProblem(prepare, (Part(point.size, column),))
 
     if computes_one_triangle(options):
@@ -161,7 +232,7 @@ def hessian(
         groups, lengths = None, [options.local_length(point.size)]
 
     def build(size: int) -> Fun:
-        def program(consts: Sequence[Any], x: PyTree) -> tuple[list[Array], PyTree]:
+        def program(consts: Sequence[_jax.Value], x: PyTree) -> tuple[list[Array], PyTree]:
             f = traced.bind(consts)
             if groups is None:
                 return compute_columns(rows(f), x, size, options, progress)
@@ -184,13 +255,12 @@ def hessian(
 
 
 def computes_one_triangle(options: Options) -> bool:
-    """Whether a Hessian is computed by one triangle and mirrored, rather than by full rows.
+    """Return whether `hessian` computes one triangle and mirrors it, rather than full rows.
 
-    It is where one compiled program fills the matrix in the memory of one device. On a mesh and on
-    disk each device or block has rows of its own, and mirrored elements would belong to others: on
-    a mesh they would have to be communicated, and on disk a block would be written several times.
-    With `jit=False`, each group of rows has a loop that JAX would compile at each call. There full
-    rows are computed, which is about twice the work.
+    It does if one compiled program fills the matrix in the memory of one device. On a mesh and on
+    disk the mirrored elements would belong to the rows of other devices or blocks: they would have
+    to be communicated, or blocks be written several times. With `jit=False`, JAX would compile the
+    loop of each group of rows at each call. Full rows are about twice the work.
     """
     return options.jit and options.axis is None and not options.to_disk
 
@@ -210,7 +280,7 @@ def hessian_diagonal(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> PyTree:
-    """Compute the diagonal of the Hessian of a scalar function, exactly, and never the matrix.
+    """Compute the exact diagonal of the Hessian of a scalar function, without the matrix.
 
     Equal to
 
@@ -220,36 +290,38 @@ def hessian_diagonal(
     except that only one block of Hessian-vector products exists at a time.
 
     Arguments:
-        f: a real scalar function of a pytree.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
-            memory, more time.
-        batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included.
-        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
-            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        progress: whether to show a progress bar of blocks.
-        mesh: devices among which coordinates are sharded. Each computes its shard in blocks, and
-            sizes and budgets are for each.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
-        replicated: whether to replicate the result on every device.
+        f: A function of a pytree to a real scalar.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        nbatches: Number of blocks of columns, computed one after the other.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
+            instead of saved, which takes less memory and more time.
+        batch_size: Number of columns in a block, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
+        objective: How to choose a size within the budget. "memory" takes the largest block that
+            fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
+            whose temporaries stay in the cache, elsewhere the largest.
+        progress: Whether to show a progress bar over blocks.
+        mesh: Devices among which coordinates are sharded. Each device computes its shard in blocks;
+            sizes and budgets are per device.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
+        replicated: Whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`.
 
         On a mesh each array is sharded along its first axis. It is replicated with
-        `replicated=True`, and where the number of devices does not divide the length of that axis.
+        `replicated=True`, and if the number of devices does not divide the length of that axis.
 
     Raises:
-        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
-            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
-            devices, or processes disagree on shapes.
-        TypeError: if `x` is not real floating-point, or `f` no real scalar.
-        MemoryBudgetError: if not even single columns fit the budget.
+        ValueError: If there are more blocks than parameters, more than one size is given, a budget
+            or a mesh is combined with `jit=False`, the mesh does not have the axis, `x` is
+            committed to other devices, or processes disagree on shapes.
+        TypeError: If `x` is not real floating-point, or `f` does not return a real scalar.
+        MemoryBudgetError: If not even blocks of one column fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -266,17 +338,17 @@ def hessian_diagonal(
     length = options.local_length(point.size)
     block_size = check_block_size(options, length)
 
-    def element(product: Any, index: Size) -> Array:
+    def element(product: LinearMap, index: Size) -> Array:
         direction = point.direction(index)
         pairs = zip(*map(jax.tree.leaves, (direction, product(direction))), strict=True)
-        # The direction is one in a single place; elsewhere a product may be infinite.
+        # Select rather than multiply by zero: other elements may be infinite.
         parts = [
             jnp.sum(jnp.where(unit != 0, column, 0)).astype(point.dtype) for unit, column in pairs
         ]
         return sum(parts, start=jnp.zeros((), point.dtype))
 
     def problem(f: Fun) -> BlockProblem:
-        def prepare(x: PyTree) -> tuple[Any, None]:
+        def prepare(x: PyTree) -> tuple[LinearMap, None]:
             return jax.linearize(jax.grad(jax.checkpoint(f) if checkpoint else f), x)[1], None
 
         return BlockProblem(prepare, (Part(point.size, element, into=point.unflatten),))
@@ -310,40 +382,42 @@ def hessian_blocks(
 
         jax.tree.map(lambda leaf: second derivatives of f with respect to that leaf alone, x)
 
-    except that only one block of Hessian-vector products exists at a time. What is between two
-    leaves is never computed.
+    except that only one block of Hessian-vector products exists at a time. Second derivatives with
+    respect to two different leaves are never computed.
 
     Arguments:
-        f: a real scalar function of a pytree.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks for the largest leaf.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
-            memory, more time.
-        batch_size: the number of columns in a block, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included.
-        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
-            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        progress: whether to show a progress bar of blocks.
-        mesh: devices among which the rows of each leaf's block are sharded. Each computes its
-            shard in blocks, and sizes and budgets are for each.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
-        replicated: whether to replicate the result on every device.
+        f: A function of a pytree to a real scalar.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        nbatches: Number of blocks of columns that the largest leaf is divided into.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
+            instead of saved, which takes less memory and more time.
+        batch_size: Number of columns in a block, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts.
+        objective: How to choose a size within the budget. "memory" takes the largest block that
+            fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
+            whose temporaries stay in the cache, elsewhere the largest.
+        progress: Whether to show a progress bar over blocks.
+        mesh: Devices among which the rows of each leaf's block are sharded. Each device computes
+            its shard in blocks; sizes and budgets are per device.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
+        replicated: Whether to replicate the result on every device.
 
     Returns:
         A pytree like `x`, with an array of shape `leaf.shape + leaf.shape` for each leaf.
 
         On a mesh each array is sharded along its first axis. It is replicated with
-        `replicated=True`, and where the number of devices does not divide `leaf.shape[0]`.
+        `replicated=True`, and if the number of devices does not divide `leaf.shape[0]`.
 
     Raises:
-        ValueError: if there are more batches than parameters, two sizes are given, a budget or a
-            mesh with `jit=False`, the mesh does not have the axis, `x` is committed to other
-            devices, or processes disagree on shapes.
-        TypeError: if `x` is not real floating-point, or `f` no real scalar.
-        MemoryBudgetError: if not even single columns fit the budget.
+        ValueError: If there are more blocks than parameters, more than one size is given, a budget
+            or a mesh is combined with `jit=False`, the mesh does not have the axis, `x` is
+            committed to other devices, or processes disagree on shapes.
+        TypeError: If `x` is not real floating-point, or `f` does not return a real scalar.
+        MemoryBudgetError: If not even blocks of one column fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -362,26 +436,26 @@ def hessian_blocks(
     length = options.local_length(max(point.sizes, default=0))
     block_size = check_block_size(options, length)
 
-    def prepare(f: Fun, x: PyTree) -> tuple[list[Any], None]:
+    def prepare(f: Fun, x: PyTree) -> tuple[list[LinearMap], None]:
         g = jax.checkpoint(f) if checkpoint else f
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
 
-        def product(number: int) -> Any:
-            def of_leaf(leaf: Array) -> Any:
-                filled = [*leaves[:number], leaf, *leaves[number + 1 :]]
+        def product(i: int) -> LinearMap:
+            def of_leaf(leaf: Array) -> Array:
+                filled = [*leaves[:i], leaf, *leaves[i + 1 :]]
                 return g(jax.tree.unflatten(point.structure, filled))
 
-            return jax.linearize(jax.grad(of_leaf), leaves[number])[1]
+            return jax.linearize(jax.grad(of_leaf), leaves[i])[1]
 
-        return [product(number) for number in range(len(leaves))], None
+        return [product(i) for i in range(len(leaves))], None
 
-    def part(number: int) -> Part:
-        shape, dtype = point.shapes[number], point.dtypes[number]
+    def part(i: int) -> Part:
+        shape, dtype = point.shapes[i], point.dtypes[i]
 
-        def column(products: list[Any], index: Size) -> Array:
-            return products[number](unit_vector(index, shape, dtype))
+        def column(products: list[LinearMap], index: Size) -> Array:
+            return products[i](unit_vector(index, shape, dtype))
 
-        return Part(point.sizes[number], column, shape=shape)
+        return Part(point.sizes[i], column, shape=shape)
 
     def problem(f: Fun) -> BlockProblem:
         parts = tuple(map(part, range(len(point.sizes))))
@@ -394,19 +468,21 @@ def hessian_blocks(
 
 
 def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
-    """Return an (n, n) matrix over the coordinates of `x` as a pytree of pytrees, as `jax.hessian`.
+    """Convert an (n, n) matrix over the coordinates of `x` to a pytree of pytrees.
+
+    Equal to `jax.hessian(f)(x)` for `H, _ = hessian(f, x)`.
 
     Arguments:
-        H: a matrix over the coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`,
+        H: A matrix over the coordinates of `x` in the order of `jax.flatten_util.ravel_pytree`,
             as `hessian` and `gauss_newton` return it.
-        x: the pytree, or one like it.
+        x: The pytree at which derivatives were taken, or one of the same shapes.
 
     Returns:
         A pytree with the structure of `x` twice: the block of leaves i and j has the shape
         `leaf_i.shape + leaf_j.shape`.
 
     Raises:
-        ValueError: if `H` is not of shape (n, n).
+        ValueError: If the shape of `H` is not (n, n).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -430,7 +506,7 @@ def hessian_to_pytree(H: Array, x: PyTree) -> PyTree:
 
 
 def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedFunction:
-    """Trace `f` and check that it returns one real number."""
+    """Trace `f` and check that it returns a real scalar."""
     traced = trace_function(f, (x,), options)
     check_scalar(
         value_shapes(traced, has_aux),
@@ -442,23 +518,23 @@ def _trace_scalar(f: Fun, x: PyTree, has_aux: bool, options: Options) -> TracedF
 
 
 MOST_GROUPS = 8
-"""Each group has a program of its own to compile."""
+"""Maximum number of groups: the loop of each group is compiled separately."""
 
 LEAST_COLUMNS = 32
-"""With fewer columns for each group on average, there are fewer groups."""
+"""Minimum number of columns per group, on average."""
 
 
 _Written = tuple[Array, Array]
-"""The matrix, and an element of what was written to it last.
+"""The matrix, and an element of the rows written last.
 
-What comes next can wait for that element; to wait for the matrix would be to make a copy of it.
+The next group can be made to wait for that element; waiting for the matrix would copy it.
 """
 
 
-def group_rows(program: Any, point: Point) -> Sequence[range]:
+def group_rows(program: _jax.ClosedJaxpr, point: Point) -> Sequence[range]:
     """Return the groups of leaves whose rows are computed together, in order."""
     most = min(MOST_GROUPS, point.size // LEAST_COLUMNS)
-    if program.effects or most < 2:  # Side effects of a function happen once.
+    if program.effects or most < 2:  # Each group evaluates f, but side effects must happen once.
         return [range(len(point.sizes))]
     return group_leaves(point.sizes, dependents(program), most)
 
@@ -473,36 +549,36 @@ def compute_triangle(
     checkpoint: bool,
     bar: Progress | None,
 ) -> tuple[list[Array], PyTree]:
-    """Return the matrix, alone in a list, and the auxiliary value.
+    """Return the Hessian, in a list of one, and `aux`, from one triangle of the matrix.
 
-    The leaves of the point are put into a few groups, and the groups in order. A group's rows are
-    computed by differentiating by its own leaves alone, so nothing is done for tangents that are
-    zero, and only up to the columns of the groups that follow. What is left of that is a mirror
-    image of what is right of it elsewhere. For a network, with its layers in the order in which
-    they are applied, that is less than half of the work.
+    The leaves of the point form a few ordered groups. The rows of a group are computed by
+    linearising with respect to its leaves only, so that no work is done for zero tangents, and only
+    in the columns of this group and later ones. The columns of earlier groups follow by symmetry.
+    For a network whose leaves are in the order in which its layers are applied, this is less than
+    half of the work of full rows.
 
-    The groups are computed one after the other, each from a linearisation of its own, into one
-    matrix. The last comes first: then a row may be written from end to end, and a column too, since
-    what is not known yet is written later.
+    The groups are computed one after the other, each from a separate linearisation, into one
+    matrix. The last group comes first. Then rows can be written at full length, and mirrored to
+    full columns: elements that are not known yet are overwritten later.
     """
-    f = _jax.trace(f, x)  # Each group differentiates it.
+    f = _jax.trace(f, x)  # Once, since each group differentiates it.
     value = jax.checkpoint(f) if checkpoint else f
     tick = None if bar is None else bar.tick
     leaves, written, aux = jax.tree.leaves(x), None, None
 
     def group_of_rows(
-        number: int, leaves: Sequence[Array], written: _Written | None
+        first: int, leaves: Sequence[Array], written: _Written | None
     ) -> tuple[_Written, PyTree]:
-        """Return the matrix with the rows and the columns of a group, and the auxiliary value."""
-        group = groups[number]
-        following = [leaf for later in groups[number:] for leaf in later]
+        """Write the rows and the columns of `groups[first]`. Return the matrix and `aux`."""
+        group, *later_groups = groups[first:]
+        following = [*group, *(leaf for later in later_groups for leaf in later)]
 
-        def gradient(own: dict[int, Array]) -> Any:
-            def of_some(some: dict[int, Array]) -> Any:
+        def gradient(in_group: dict[int, Array]) -> PyTree:
+            def of_some(some: dict[int, Array]) -> PyTree:
                 filled = [some.get(leaf, array) for leaf, array in enumerate(leaves)]
                 return value(jax.tree.unflatten(point.structure, filled))
 
-            at = {leaf: own.get(leaf, leaves[leaf]) for leaf in following}
+            at = {leaf: in_group.get(leaf, leaves[leaf]) for leaf in following}
             return jax.grad(of_some, has_aux=has_aux)(at)
 
         at = {leaf: leaves[leaf] for leaf in group}
@@ -510,7 +586,7 @@ def compute_triangle(
         part, zero = point.part(group), _slicing.zero_after(None if written is None else written[1])
 
         def row(index: Size) -> Array:
-            # After the groups before, of which nothing is held any more but the matrix.
+            # `zero` delays this until the temporaries of the previous group are freed.
             known = product(dict(zip(group, part.direction(index + zero), strict=True)))
             zeros = lambda leaf: jnp.zeros(point.shapes[leaf], point.dtypes[leaf])
             return point.flatten(
@@ -520,24 +596,24 @@ def compute_triangle(
         if len(groups) == 1:
             rows = map_indices(row, part.size, size, each_chunk=tick)
             return (rows, jnp.zeros(())), aux
-        is_last, start = number + 1 == len(groups), point.offsets[group.start]
-        into = lambda like: _Mirrored(like, written, start, mirrored=not is_last)
+        start, mirrored = point.offsets[group.start], bool(later_groups)
+        into = lambda like: _Mirrored(like, written, start, mirrored)
         return reduce_indices(row, part.size, size, into, each_chunk=tick), aux
 
-    for number in reversed(range(len(groups))):
-        if len(groups) > 1 and not point.part(groups[number]).size:
+    for first in reversed(range(len(groups))):
+        if len(groups) > 1 and not point.part(groups[first]).size:
             continue
         if written is not None:
-            # Each group is linearised again, and not at the same time as the others.
+            # Keep the compiler from merging the linearisations, whose residuals would stay alive.
             written, leaves = lax.optimization_barrier((written, leaves))
-        written, aux = group_of_rows(number, leaves, written)
+        written, aux = group_of_rows(first, leaves, written)
     assert written is not None
     return [written[0]], aux
 
 
 @dataclass(frozen=True)
 class _Mirrored:
-    """A reducer that writes rows to their place in the matrix and, mirrored, to the columns."""
+    """A reducer that writes rows into the matrix and, if `mirrored`, also as columns."""
 
     like: jax.ShapeDtypeStruct
     written: _Written | None
@@ -557,7 +633,7 @@ class _Mirrored:
         matrix = lax.dynamic_update_slice_in_dim(matrix, rows, start, 0)
         if self.mirrored:
             matrix = lax.dynamic_update_slice_in_dim(matrix, rows.T, start, 1)
-        # An element that is computed; left of the group's own columns it may be a constant zero.
+        # A computed element: left of the columns of this group, elements may be constant zeros.
         return matrix, rows[:1, self.start : self.start + 1]
 
     def finalize(self, carry: _Written, examples: Size, sharding: object) -> _Written:
@@ -565,26 +641,32 @@ class _Mirrored:
         return carry
 
     def _everywhere(self, rows: Array) -> Array:
-        """Return rows that can also be columns: those of a sharded point may be sharded."""
+        """Return rows that are not sharded by their type, as those of a sharded point may be."""
         return _jax.unsharded_along(_jax.unsharded_along(rows, 0), 1)
 
 
-def dependents(program: Any) -> Sequence[int]:
-    """Return how many of the numbers that a program computes depend on each of its inputs."""
+def dependents(program: _jax.ClosedJaxpr) -> Sequence[int]:
+    """Return the number of array elements in a program that depend on each of its inputs."""
     count = np.zeros(len(program.jaxpr.invars), np.int64)
     _count_dependents(program.jaxpr, list(np.eye(len(count), dtype=bool)), count)
     return count.tolist()
 
 
-def _count_dependents(jaxpr: Any, inputs: Sequence[Any], count: Any) -> list[Any]:
-    """Add what depends on each input to `count`; return which inputs each output depends on."""
+def _count_dependents(
+    jaxpr: _jax.Jaxpr, inputs: Sequence[NDArray[np.bool_]], count: NDArray[np.int64]
+) -> list[NDArray[np.bool_]]:
+    """Add the number of elements that depend on each input of the program to `count`, in place.
+
+    `inputs` has a mask for each input of the jaxpr: the inputs of the program that it depends on.
+    Return these masks for the outputs.
+    """
     none = np.zeros(len(count), bool)
     depends = dict(zip(jaxpr.invars, inputs, strict=True))
     known = lambda atoms: [none if _jax.is_literal(a) else depends.get(a, none) for a in atoms]
     for eqn in jaxpr.eqns:
         read = known(eqn.invars)
         programs = map(_jax.as_program, _jax.parameters(eqn).values())
-        called = [program[0] for program in programs if program is not None]
+        called = [program.jaxpr for program in programs if program is not None]
         if len(called) == 1 and len(called[0].invars) == len(read):
             written = _count_dependents(called[0], read, count)
         else:
@@ -596,9 +678,13 @@ def _count_dependents(jaxpr: Any, inputs: Sequence[Any], count: Any) -> list[Any
 
 
 def group_leaves(sizes: Sequence[int], weights: Sequence[int], most: int) -> list[range]:
-    """Return at most `most` groups of successive leaves, ordered by how much depends on them.
+    """Return at most `most` groups of successive leaves, sorted by how much depends on them.
 
-    Neighbours are merged where that adds least to the part of the matrix to be computed.
+    Arguments:
+        sizes: Number of coordinates of each leaf.
+        weights: Number of array elements that depend on each leaf.
+        most: Maximum number of groups. Neighbours are merged greedily, where that adds the fewest
+            elements of the matrix to be computed.
     """
     groups = [range(leaf, leaf + 1) for leaf in range(len(sizes))]
     total = lambda group: sum(sizes[leaf] for leaf in group)

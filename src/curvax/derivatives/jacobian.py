@@ -1,9 +1,9 @@
 """`jacobian`: all first derivatives of a function, a block of columns or rows at a time."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from curvax._errors import where
 from curvax._tree import leaf_name
 from curvax._types import Array, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
+    ColumnOptions,
     Point,
     TracedFunction,
+    Unflatten,
     check_block_size,
     check_options,
     check_point,
@@ -24,6 +26,7 @@ from curvax.derivatives.arguments import (
 )
 from curvax.derivatives.columns import (
     BlockProblem,
+    LinearMap,
     Part,
     advised,
     linear_map,
@@ -36,12 +39,51 @@ from curvax.memory.budget import Budget
 from curvax.memory.compiled import FunctionCache, Objective
 
 Mode: TypeAlias = Literal["auto", "forward", "reverse"]
-"""Columns by forward mode, rows by reverse mode, or what is cheaper."""
+"""Columns by forward mode, rows by reverse mode, or whichever is cheaper."""
 
 REVERSE_COST = 1.5
-"""What a row by reverse mode costs, in columns by forward mode."""
+"""Estimated cost of a row by reverse mode, relative to a column by forward mode."""
 
 
+@overload
+def jacobian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    mode: Mode = "auto",
+    has_aux: Literal[False] = False,
+    out: str | PathLike[str] | None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[PyTree, Unflatten]: ...
+@overload
+def jacobian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    mode: Mode = "auto",
+    has_aux: Literal[True],
+    out: str | PathLike[str] | None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[PyTree, Unflatten, PyTree]: ...
+@overload
+def jacobian(
+    f: Fun,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    mode: Mode = "auto",
+    has_aux: bool,
+    out: str | PathLike[str] | None = None,
+    **options: Unpack[ColumnOptions],
+) -> tuple[PyTree, Unflatten] | tuple[PyTree, Unflatten, PyTree]: ...
 def jacobian(
     f: Fun,
     x: PyTree,
@@ -61,7 +103,7 @@ def jacobian(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> Any:
+) -> tuple[PyTree, Unflatten] | tuple[PyTree, Unflatten, PyTree]:
     """Compute the Jacobian of `f` at `x`, a block of it at a time.
 
     Equal to
@@ -71,56 +113,60 @@ def jacobian(
         return J, unflatten
 
     except that `f` is linearised once, and only one block of columns (or of rows, in reverse mode)
-    is computed at a time. It is compiled once for what `f` does and each shape of `x`.
+    is computed at a time. The program is compiled once for the jaxpr of `f` and the shapes of `x`.
 
     Arguments:
-        f: a function of a pytree, to an array or a pytree of arrays.
-        x: a pytree of real floating-point arrays, of any dtypes.
-        nbatches: the number of blocks.
-        jit: whether to compile.
-        checkpoint: whether to recompute what `f` computes on the way instead of saving it: less
-            memory, more time.
-        batch_size: the number of columns or rows in a block, in place of `nbatches`.
-        memory_budget: bytes, in place of both, in any form that `parse_memory` takes: what the
-            call, compiled by itself, may allocate, the result included. With `out`, what it holds
-            while it computes a block.
-        objective: with a budget, "memory" takes the largest block that fits, "time" one that is
-            expected to be fast, by a rule: on a CPU a small one, whose temporaries stay in the
-            cache, elsewhere the largest.
-        mode: "forward" computes columns, "reverse" rows, "auto" what costs less by their numbers,
-            or the other one if `f` has no derivative in that mode.
-        has_aux: whether `f` returns `(value, aux)`.
-        progress: whether to show a progress bar of blocks.
-        out: a directory for a Zarr array on disk. Blocks go there as they are computed, and memory
-            holds one of them. Stopped at any time and run again, it goes on where it was. Several
-            processes write to it together, if all of them make the call.
-        overwrite: whether `out` may replace a store that belongs to something else.
-        verify: whether to read what `out` has already and check it against its checksums. Without,
-            it is only checked that nothing is missing. Damaged blocks are computed again, with a
-            `DamagedStoreWarning`.
-        mesh: devices among which columns (or rows) are sharded. Each computes its shard in blocks,
-            and sizes and budgets are for each.
-        axis: the axis of the mesh to shard along, or several. With one axis it may be left out.
-        replicated: whether to replicate the result on every device.
+        f: A function of a pytree to an array or a pytree of arrays.
+        x: A pytree of real floating-point arrays, possibly of different dtypes.
+        nbatches: Number of blocks, computed one after the other.
+        jit: Whether to compile the computation.
+        checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
+            instead of saved, which takes less memory and more time.
+        batch_size: Number of columns or rows in a block, instead of `nbatches`.
+        memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
+            instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
+            `parse_memory` accepts. With `out`, the memory that is held while a block is computed.
+        objective: How to choose a size within the budget. "memory" takes the largest block that
+            fits; "time" takes one that is expected to be fast, by a rule: on a CPU a small one,
+            whose temporaries stay in the cache, elsewhere the largest.
+        mode: "forward" computes columns, "reverse" rows. "auto" chooses the cheaper one by the
+            numbers of columns and rows, or the other one if `f` cannot be differentiated in it.
+        has_aux: Whether `f` returns `(value, aux)`.
+        progress: Whether to show a progress bar over blocks.
+        out: Directory for a Zarr array on disk. Each block is written once it is computed, and
+            memory holds one block. A call that was interrupted resumes when it is repeated. In a
+            multi-process program all processes must make the call; they write together.
+        overwrite: Whether `out` may replace a store that belongs to a different computation.
+        verify: Whether to read the blocks that `out` has already and check their checksums. By
+            default it is only checked that none is missing. Damaged blocks are computed again, with
+            a `DamagedStoreWarning`.
+        mesh: Devices among which columns (or rows) are sharded. Each device computes its shard in
+            blocks; sizes and budgets are per device.
+        axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
+            with one axis.
+        replicated: Whether to replicate the result on every device.
 
     Returns:
-        `(J, unflatten)`, and with `has_aux` `(J, unflatten, aux)`. `J` is like what `f` returns,
-        with one more axis at the end of each array, over the n coordinates of `x` in the order of
-        `jax.flatten_util.ravel_pytree`. `unflatten` makes a vector of n numbers a pytree like `x`.
+        `(J, unflatten)`, or `(J, unflatten, aux)` with `has_aux`. `J` has the structure of the
+        value of `f`. Each array has an additional last axis over the n coordinates of `x`, in the
+        order of `jax.flatten_util.ravel_pytree`. `unflatten` converts a vector of length n to a
+        pytree like `x`. `jacobian_to_pytree` splits the last axis into leaves. With `out`, the
+        arrays are `zarr.Array`s.
 
         On a mesh each array is sharded along its last axis if columns are computed, and along its
-        first if rows are. It is replicated with `replicated=True`, and where the number of devices
-        does not divide the length of that axis. In a multi-process program each process has its own
-        shards, `J.addressable_shards`; to read all of it everywhere, write it to `out`.
+        first if rows are. It is replicated with `replicated=True`, and if the number of devices
+        does not divide the length of that axis. In a multi-process program each process holds
+        `J.addressable_shards` only; to read all of `J` everywhere, write it to `out`.
 
     Raises:
-        ValueError: if there are more batches than parameters (or rows), two sizes are given, a
-            budget or a mesh with `jit=False`, the store at `out` belongs to something else, the
-            mesh does not have the axis, `x` is committed to other devices, processes disagree on
-            shapes, or `f` has no derivative in the mode that was asked for.
-        TypeError: if `x` is not real floating-point, an output is not floating-point, or a complex
-            output meets reverse mode.
-        MemoryBudgetError: if not even blocks of one fit the budget.
+        ValueError: If there are more blocks than parameters (or rows), more than one size is given,
+            a budget or a mesh is combined with `jit=False`, the store at `out` belongs to a
+            different computation, the mesh does not have the axis, `x` is committed to other
+            devices, processes disagree on shapes, or `f` cannot be differentiated in the given
+            mode.
+        TypeError: If `x` is not real floating-point, an output is not floating-point, or an output
+            is complex in reverse mode.
+        MemoryBudgetError: If not even blocks of one column or row fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -158,7 +204,7 @@ def jacobian(
     block_size = check_block_size(
         options,
         sum(lengths),
-        # Whoever leaves the mode to us counts in parameters.
+        # Without a mode, the user cannot know whether blocks have columns or rows.
         most=None if mode == "reverse" else options.local_length(point.size),
         what="rows" if mode == "reverse" else "parameters",
     )
@@ -167,7 +213,7 @@ def jacobian(
         if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
             return None
         lacking, there = ("reverse", "forward") if reverse else ("forward", "reverse")
-        if mode == "auto":  # The other one was ruled out.
+        if mode == "auto":  # The other mode works, but not on disk.
             return (
                 f"f has no derivative in {lacking} mode, and rows, by {there} mode, can be written "
                 f"to disk only if f returns one array with one axis. Let it return such an array, "
@@ -194,19 +240,21 @@ def jacobian(
 
 
 def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
-    """Return a Jacobian over the coordinates of `x` as pytrees like `x`, as `jax.jacobian` does.
+    """Convert a Jacobian over the coordinates of `x` to a pytree of pytrees like `x`.
+
+    Equal to `jax.jacobian(f)(x)` for `J, _ = jacobian(f, x)`.
 
     Arguments:
-        J: an array with a last axis over the coordinates of `x`, or a pytree of these, as
+        J: An array whose last axis is over the coordinates of `x`, or a pytree of such arrays, as
             `jacobian` returns it.
-        x: the pytree, or one like it.
+        x: The pytree at which derivatives were taken, or one of the same shapes.
 
     Returns:
-        The structure of `J` with that of `x` in place of each array, whose leaves have the shapes
-        `array.shape[:-1] + leaf.shape`.
+        The structure of `J` with the structure of `x` instead of each array, whose leaves have the
+        shapes `array.shape[:-1] + leaf.shape`.
 
     Raises:
-        ValueError: if the last axis of an array is not over the coordinates of `x`.
+        ValueError: If the last axis of an array does not have the length of all coordinates.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -227,10 +275,12 @@ def jacobian_to_pytree(J: PyTree, x: PyTree) -> PyTree:
 
 
 def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockProblem:
-    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+    """Return the problem of computing columns by forward mode."""
+
+    def prepare(x: PyTree) -> tuple[LinearMap, PyTree]:
         return linear_map(jax.linearize, jax.checkpoint(f) if checkpoint else f, x, has_aux)
 
-    def column(push_forward: Any, index: Size) -> PyTree:
+    def column(push_forward: LinearMap, index: Size) -> PyTree:
         return push_forward(point.direction(index))
 
     return BlockProblem(prepare, (Part(point.size, column, -1),))
@@ -239,17 +289,18 @@ def _by_columns(f: Fun, point: Point, checkpoint: bool, has_aux: bool) -> BlockP
 def _by_rows(
     f: Fun, point: Point, outputs: PyTree, checkpoint: bool, has_aux: bool
 ) -> BlockProblem:
+    """Return the problem of computing rows by reverse mode, with one part for each output."""
     leaves, structure = jax.tree.flatten(outputs)
 
-    def prepare(x: PyTree) -> tuple[Any, PyTree]:
+    def prepare(x: PyTree) -> tuple[LinearMap, PyTree]:
         return linear_map(jax.vjp, jax.checkpoint(f) if checkpoint else f, x, has_aux)
 
-    def part(number: int) -> Part:
-        leaf = leaves[number]
+    def part(i: int) -> Part:
+        leaf = leaves[i]
 
-        def row(pull_back: Any, index: Size) -> Array:
+        def row(pull_back: LinearMap, index: Size) -> Array:
             cotangents = [jnp.zeros(other.shape, other.dtype) for other in leaves]
-            cotangents[number] = unit_vector(index, leaf.shape, leaf.dtype)
+            cotangents[i] = unit_vector(index, leaf.shape, leaf.dtype)
             (gradient,) = pull_back(jax.tree.unflatten(structure, cotangents))
             return point.flatten(gradient).astype(leaf.dtype)
 
@@ -259,7 +310,7 @@ def _by_rows(
 
 
 def _outputs(f: TracedFunction, has_aux: bool) -> PyTree:
-    """The shapes of what `f` returns, checked to be something that has derivatives."""
+    """Return the shapes of the outputs of `f`, after checking that they are floating-point."""
     returned = value_shapes(f, has_aux)
     for path, leaf in jax.tree_util.tree_leaves_with_path(returned):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -279,7 +330,7 @@ def _possible(
     why_not: Callable[[bool], Exception | None],
     key: Hashable,
 ) -> bool:
-    """Whether to compute rows: if that is cheaper, unless `f` has only the other derivative."""
+    """Return whether to compute rows: the cheaper choice, unless only the other one is possible."""
 
     def try_both() -> bool:
         return cheaper if why_not(cheaper) is None or why_not(not cheaper) else not cheaper
@@ -287,14 +338,14 @@ def _possible(
     return try_both() if f.key is None else _reverse.get(f.fun, (f.key, cheaper, key), try_both)
 
 
-def _is_complex(leaf: Any) -> bool:
+def _is_complex(leaf: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
-def _is_reverse(mode: Mode, leaves: Any, to_disk: bool) -> bool | None:
-    """Whether to compute rows, by what was asked for; None if both may be."""
+def _is_reverse(mode: Mode, leaves: Sequence[jax.ShapeDtypeStruct], to_disk: bool) -> bool | None:
+    """Return whether the arguments require rows (True) or columns (False); None if neither."""
     complex_ = [leaf.dtype for leaf in leaves if _is_complex(leaf)]
-    # On disk a block of rows has to be a block of one axis.
+    # On disk, a block of rows must be a block along one axis of one array.
     awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
     if mode == "reverse" and complex_:
         raise TypeError(

@@ -1,1 +1,1 @@
-"""Meshes: axes, placement of arrays, and work that is divided among devices."""
+"""Meshes: axes, placement of arrays, and work that is distributed over devices."""

@@ -1,7 +1,7 @@
-"""Agreement between processes that run one program.
+"""Consistency checks of multi-process programs.
 
-In a multi-process program every process runs the same computations on arrays of the same shapes.
-Where one does not, the others would wait for it forever, so they compare a description first.
+In a multi-process program every process must run the same computations on arrays of the same
+shapes. If one does not, the others wait for it forever. So all compare a description first.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from curvax._tree import leaf_name
 from curvax._types import PyTree
 
 SECONDS = 300
-"""For how long to wait for the other processes to reach shapes that are new here."""
+"""Seconds to wait for the other processes to make a call with shapes that are new here."""
 
 _HOUR = 3600
 
 
 def describe(name: str, tree: PyTree) -> list[str]:
-    """Describe each array of a pytree by a line, such as `x['w'] is float32[3, 2]`."""
+    """Return one line for each array of a pytree, such as `x['w'] is float32[3, 2]`."""
     return [
         f"{leaf_name(name, path)} is {np.result_type(x) if np.isscalar(x) else x.dtype}"
         f"{list(np.shape(x))}"
@@ -32,7 +32,7 @@ def describe(name: str, tree: PyTree) -> list[str]:
 
 
 def check_agreement(lines: Iterable[str], seconds: float = _HOUR) -> None:
-    """Check that all processes, which must all make this call, give the same lines."""
+    """Check that all processes pass the same lines; every process must make this call."""
     text = "\n".join(lines)
     digests = _jax.exchanged(hashlib.sha256(text.encode()).hexdigest(), seconds)
     absent = [process for process, digest in enumerate(digests) if digest is None]
@@ -40,21 +40,21 @@ def check_agreement(lines: Iterable[str], seconds: float = _HOUR) -> None:
         raise ValueError(
             f"{where()}: all processes must make the same calls on arrays of the same shapes, but "
             f"within {seconds} seconds not all have made this one, which is new in process "
-            f"{jax.process_index()}. Without it are: {', '.join(map(str, absent))}."
+            f"{jax.process_index()}. Missing are the processes {', '.join(map(str, absent))}."
         )
     if len(set(digests)) > 1:
-        difference = _first_difference([found or "" for found in _jax.exchanged(text, seconds)])
+        texts = [text or "" for text in _jax.exchanged(text, seconds)]
         raise ValueError(
-            f"{where()}: all processes must compute the same, but {difference}. Give all of them "
-            f"the same function and options, and arrays of the same shapes; of a batch, each its "
-            f"own examples."
+            f"{where()}: all processes must compute the same, but {_first_difference(texts)}. Give "
+            f"all of them the same function and options, and arrays of the same shapes; of a "
+            f"batch, each process has its own examples."
         )
 
 
 class NewShapes:
-    """Check the shapes of a program's arguments whenever they are new to this process.
+    """A check of the shapes of a program's arguments whenever they are new to this process.
 
-    The processes agree on them once, and then run without waiting for each other.
+    Processes compare shapes once, and then run without waiting for each other.
     """
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class NewShapes:
 
     def check(self, program: str, arguments: Mapping[str, PyTree]) -> None:
         """Check that all processes call a program with arguments of the same shapes."""
-        described = (
+        description = (
             f"the program is {program}",
             *(line for name, tree in arguments.items() for line in describe(name, tree)),
         )
-        if described not in self._known:
-            check_agreement(described, SECONDS)
-            self._known.add(described)
+        if description not in self._known:
+            check_agreement(description, SECONDS)
+            self._known.add(description)
 
 
 def _first_difference(texts: Sequence[str]) -> str:
-    """Return the first line that differs, as each process has it."""
+    """Return the first line that differs between processes, as each of them has it."""
     lines = [text.split("\n") for text in texts]
     rows = itertools.zip_longest(*lines, fillvalue="there is nothing more")
     first = next(row for row in rows if len(set(row)) > 1)
-    return ", ".join(f"in process {number} {line}" for number, line in enumerate(first))
+    return ", ".join(f"in process {process} {line}" for process, line in enumerate(first))

@@ -1,33 +1,39 @@
-"""Assignment of tasks to the devices of a mapped axis, so that all have about as much work.
+"""Assignment of tasks to the devices of a mapped axis, balanced by their work.
 
-All devices run one program (SPMD), with a branch for each device that has tasks; every task is in
-one of them. So the program grows with the tasks and not with the devices. What a device computes is
-concatenated to one buffer for each dtype, and the buffers of all devices are gathered or summed by
-one operation for each dtype.
+The program is SPMD, with a branch for each device that has tasks; every task is in one branch. So
+the program grows with the number of tasks, not of devices. Each device concatenates its results to
+one buffer for each dtype, and the buffers of all devices are gathered or summed by one collective
+for each dtype.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from curvax import _jax
 from curvax._types import Array, PyTree
 
+T = TypeVar("T")
 
-def with_replicated_arrays(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return `fun` without collectives inside: the arrays it closes over are gathered outside.
 
-    Along `Auto` axes of a mesh the compiler shards arrays as it likes, and inserts collectives
-    where they are needed. In a function that some devices do not run, these would wait forever.
+def with_replicated_arrays(fun: Callable[..., T], *args: PyTree) -> Callable[..., T]:
+    """Return `fun` without collectives: the arrays it closes over are gathered outside.
+
+    Along `Auto` axes of a mesh the compiler may shard any array, and inserts collectives where
+    needed. In a branch that some devices do not run, a collective would wait forever.
 
     Arguments:
-        fun: a function of replicated arrays, if any.
-        args: such arguments, or their shapes. It is traced for these.
+        fun: A function of replicated arrays, if any.
+        args: Such arguments, or their shapes, to trace it for.
+
+    Returns:
+        A function equal to `fun`.
     """
     if not _jax.has_automatic_axes():
         return fun
@@ -35,23 +41,34 @@ def with_replicated_arrays(fun: Callable[..., Any], *args: Any) -> Callable[...,
     traced = _jax.with_constants(program)
     arrays = [_jax.kept_replicated(x) for x in program.consts]
 
-    def with_these(*args: Any) -> Any:
-        # Constrained again inside, or how the result is used could shard them there.
-        found = traced(*map(_jax.kept_replicated, arrays), *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), map(_jax.kept_replicated, found))
+    def replicated(*args: PyTree) -> T:
+        # Constrain them inside too; otherwise the use of a result could shard them there.
+        results = traced(*map(_jax.kept_replicated, arrays), *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), map(_jax.kept_replicated, results))
 
-    return with_these
+    return replicated
 
 
 def assign(work: Sequence[float], count: int) -> list[int]:
-    """Return the device of each task, of `count`: largest first, each to the least loaded."""
+    """Assign tasks to `count` devices, the largest first, each to the least loaded device.
+
+    This is the longest-processing-time rule (Graham 1969, "Bounds on Multiprocessing Timing
+    Anomalies").
+
+    Arguments:
+        work: Work of each task, in any unit.
+        count: Number of devices.
+
+    Returns:
+        The index of the device of each task.
+    """
     loads = [0.0] * count
-    owners = [0] * len(work)
+    devices = [0] * len(work)
     for task in sorted(range(len(work)), key=lambda k: -work[k]):
-        owner = min(range(count), key=lambda k: loads[k])
-        owners[task] = owner
-        loads[owner] += work[task]
-    return owners
+        device = min(range(count), key=lambda k: loads[k])
+        devices[task] = device
+        loads[device] += work[task]
+    return devices
 
 
 def run_assigned(
@@ -59,140 +76,156 @@ def run_assigned(
 ) -> list[PyTree]:
     """Run each task on one device of a mapped axis, and return all results on every device.
 
-    Equal to `[task() for task in tasks]`, which is also what is run without an axis.
+    Equal to `[task() for task in tasks]`, which is also what runs without an axis.
 
     Arguments:
-        tasks: functions without arguments, of the same values on all devices.
-        work: how much there is to do for each, in any unit.
-        axis_name: the name of the axis.
+        tasks: Functions without arguments that return the same values on all devices.
+        work: Work of each task, in any unit.
+        axis_name: Name of the mapped axis, or None.
 
     Returns:
-        The results, in order.
+        The results, in the order of the tasks.
     """
     if axis_name is None or not tasks:
         return [task() for task in tasks]
-    count, asking = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    owners = assign(work, count)
+    count, device_index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    device_of_task = assign(work, count)
     shapes = [jax.eval_shape(task) for task in tasks]
     leaves, structure = jax.tree.flatten(shapes)
-    owner_of = [who for who, own in zip(owners, shapes, strict=True) for _ in jax.tree.leaves(own)]
-    # The type of what is gathered says that it varies over the axis, which `check_vma` rejects.
-    may_gather = not _jax.is_varying(asking)
+    device_of_leaf = [
+        device
+        for device, shape in zip(device_of_task, shapes, strict=True)
+        for _ in jax.tree.leaves(shape)
+    ]
+    # By its type, a gathered array varies over the axis, which `check_vma` rejects.
+    may_gather = not _jax.is_varying(device_index)
     dtypes = dict.fromkeys(x.dtype for x in leaves)
-    layouts = [_Layout.of(leaves, owner_of, dtype, count, may_gather) for dtype in dtypes]
+    layouts = [_Layout.of(leaves, device_of_leaf, dtype, count, may_gather) for dtype in dtypes]
 
     tasks = [with_replicated_arrays(task) for task in tasks]
 
     def run_tasks_of(device: int) -> list[Array]:
-        mine = [task() for task, who in zip(tasks, owners, strict=True) if who == device]
-        filled = [layout.filled(jax.tree.leaves(mine), device) for layout in layouts]
-        return [_jax.kept_replicated(_jax.varying_like(x, *leaves, asking)) for x in filled]
+        pairs = zip(tasks, device_of_task, strict=True)
+        results = jax.tree.leaves([task() for task, owner in pairs if owner == device])
+        buffers = [layout.fill(results, device) for layout in layouts]
+        return [_jax.kept_replicated(_jax.varying_like(x, *leaves, device_index)) for x in buffers]
 
-    # Devices without tasks have one branch together, that of the last.
-    branch_owners = sorted({*owners, count - 1})
-    branches = [lambda who=who: run_tasks_of(who) for who in branch_owners]
-    branch_of = [branch_owners.index(who if who in owners else count - 1) for who in range(count)]
-    own = lax.switch(jnp.asarray(branch_of, jnp.int32)[asking], branches)
-    own = [_jax.kept_replicated(x) for x in own]
-    found: list[Any] = [None] * len(leaves)
-    for layout, buffer in zip(layouts, own, strict=True):
-        for place, x in layout.of_all(buffer, axis_name):
-            found[place] = x.reshape(leaves[place].shape).astype(leaves[place].dtype)
-    return jax.tree.unflatten(structure, found)
+    # All devices without tasks share one branch, that of the last device.
+    branch_devices = sorted({*device_of_task, count - 1})
+    branches = [lambda device=device: run_tasks_of(device) for device in branch_devices]
+    branch_of_device = [
+        branch_devices.index(device if device in device_of_task else count - 1)
+        for device in range(count)
+    ]
+    local_buffers = lax.switch(jnp.asarray(branch_of_device, jnp.int32)[device_index], branches)
+    results: dict[int, Array] = {}
+    for layout, buffer in zip(layouts, local_buffers, strict=True):
+        results |= layout.gather(_jax.kept_replicated(buffer), axis_name)
+    return jax.tree.unflatten(
+        structure,
+        [results[i].reshape(x.shape).astype(x.dtype) for i, x in enumerate(leaves)],
+    )
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the results of one dtype are in the buffer of each device, and in the gathered one.
+    """Where the results of one dtype are in the local buffer of each device, and in the global one.
 
-    The buffers, each as long as the longest, are all-gathered. Where most of that would be padding,
-    as with many devices and few tasks, each device writes its results into a buffer for those of
-    all, and these are summed instead, which communicates twice as much.
+    Local buffers, all as long as the longest, are all-gathered. If more than half of that would be
+    padding, as with many devices and few tasks, each device instead writes its results into a
+    buffer for all results, and these are summed, which communicates twice as much.
     """
 
-    dtype: Any
-    places: Sequence[int]
-    """Which of all results these are."""
+    dtype: np.dtype
+    indices: Sequence[int]
+    """Indices of these results among all results."""
     begins: Sequence[int]
-    """Where each begins in the buffer of all."""
+    """Where each of them begins in the global buffer."""
     sizes: Sequence[int]
+    """Number of elements of each of them."""
     offsets: Sequence[int]
-    """Where the results of each device begin in its own buffer."""
+    """Where the results of each device begin in its local buffer."""
     length: int
-    """The length of the buffer of a device."""
+    """Length of a local buffer."""
     is_gathered: bool
+    """Whether local buffers are all-gathered, not summed."""
 
     @classmethod
     def of(
         cls,
-        leaves: Sequence[Any],
-        owner_of: Sequence[int],
-        dtype: Any,
+        leaves: Sequence[jax.ShapeDtypeStruct],
+        device_of_leaf: Sequence[int],
+        dtype: np.dtype,
         count: int,
         may_gather: bool,
     ) -> "_Layout":
-        """The layout of all leaves of a dtype."""
-        places = [k for k, x in enumerate(leaves) if x.dtype == dtype]
-        sizes = [math.prod(leaves[k].shape) for k in places]
+        """Return the layout of all leaves of a dtype, on `count` devices."""
+        indices = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        sizes = [math.prod(leaves[i].shape) for i in indices]
         within, filled = [], [0] * count
-        for k, size in zip(places, sizes, strict=True):
-            within.append(filled[owner_of[k]])
-            filled[owner_of[k]] += size
+        for i, size in zip(indices, sizes, strict=True):
+            within.append(filled[device_of_leaf[i]])
+            filled[device_of_leaf[i]] += size
         total, longest = sum(filled), max(filled)
         is_gathered = may_gather and count * longest <= 2 * total
-        firsts = [longest * who if is_gathered else sum(filled[:who]) for who in range(count)]
-        begins = [firsts[owner_of[k]] + start for k, start in zip(places, within, strict=True)]
-        offsets, length = ([0] * count, longest) if is_gathered else (firsts, total)
-        return cls(dtype, places, begins, sizes, offsets, length, is_gathered)
-
-    def filled(self, results: Sequence[Array], device: int) -> Array:
-        """Return the buffer of a device that has these results, padded with zeros."""
-        mine = [x.reshape(-1) for x in results if x.dtype == self.dtype]
-        before = self.offsets[device]
-        after = self.length - before - sum(x.size for x in mine)
-        zeros = lambda size: jnp.zeros(size, self.dtype)
-        flat = jnp.concatenate([zeros(before), *mine, zeros(after)])
-        # A sum of booleans is an integer.
-        return flat.astype(jnp.uint8) if self.dtype == bool else flat
-
-    def of_all(self, own: Array, axis_name: str) -> list[tuple[int, Array]]:
-        """Return the positions and values of all results, from the buffer of each device."""
-        if self.is_gathered:
-            buffer = lax.all_gather(own, axis_name, tiled=True)
-        else:
-            buffer = lax.psum(own, axis_name)
-        return [
-            (place, lax.slice(buffer, (begin,), (begin + size,)))
-            for place, begin, size in zip(self.places, self.begins, self.sizes, strict=True)
+        firsts = [longest * d if is_gathered else sum(filled[:d]) for d in range(count)]
+        begins = [
+            firsts[device_of_leaf[i]] + start for i, start in zip(indices, within, strict=True)
         ]
+        offsets, length = ([0] * count, longest) if is_gathered else (firsts, total)
+        return cls(dtype, indices, begins, sizes, offsets, length, is_gathered)
+
+    def fill(self, results: Sequence[Array], device: int) -> Array:
+        """Return the local buffer of a device with these results, padded with zeros."""
+        flat_results = [x.reshape(-1) for x in results if x.dtype == self.dtype]
+        before = self.offsets[device]
+        after = self.length - before - sum(x.size for x in flat_results)
+        zeros = lambda size: jnp.zeros(size, self.dtype)
+        buffer = jnp.concatenate([zeros(before), *flat_results, zeros(after)])
+        # A sum of booleans is an integer.
+        return buffer.astype(jnp.uint8) if self.dtype == bool else buffer
+
+    def gather(self, local_buffer: Array, axis_name: str) -> dict[int, Array]:
+        """Return the results of all devices, flat, by their indices."""
+        if self.is_gathered:
+            buffer = lax.all_gather(local_buffer, axis_name, tiled=True)
+        else:
+            buffer = lax.psum(local_buffer, axis_name)
+        return {
+            index: lax.slice(buffer, (begin,), (begin + size,))
+            for index, begin, size in zip(self.indices, self.begins, self.sizes, strict=True)
+        }
 
 
 def own_rows(
-    each: Callable[[Array], PyTree], numbers: Sequence[Sequence[int]], device: Array, into: PyTree
+    each: Callable[[Array], PyTree], indices: Sequence[Sequence[int]], device: Array, into: PyTree
 ) -> PyTree:
-    """Return `into` with `each(number)` in those rows that are assigned to a device.
+    """Return `into` with `each(index)` written into the rows that are assigned to a device.
 
     Devices run one loop, each for as many steps as it has rows. The program does not grow with the
-    number of devices, and has no reverse derivative.
+    number of devices, and has no reverse-mode derivative.
 
     Arguments:
-        each: computes a row from its index.
-        numbers: for each device the indices of its rows.
-        device: the index of this device; it may be traced.
-        into: arrays with rows like those that are computed.
+        each: Compute a row, given its index.
+        indices: For each device, the indices of its rows.
+        device: Index of this device; it may be traced.
+        into: Pytree of arrays with rows like those that are computed.
+
+    Returns:
+        A pytree like `into`.
     """
-    longest = max(map(len, numbers), default=0)
+    longest = max(map(len, indices), default=0)
     if not longest:
         return into
-    lengths = jnp.asarray([len(own) for own in numbers], jnp.int32)
-    table = jnp.asarray([[*own, *[0] * (longest - len(own))] for own in numbers], jnp.int32)
+    lengths = jnp.asarray([len(rows) for rows in indices], jnp.int32)
+    padded = jnp.asarray([[*rows, *[0] * (longest - len(rows))] for rows in indices], jnp.int32)
 
-    def body(turn: Array, rows: PyTree) -> PyTree:
-        number = table[device, turn]
-        write = lambda x, row: lax.dynamic_update_index_in_dim(x, row, number, 0)
-        return jax.tree.map(write, rows, each(number))
+    def body(step: Array, rows: PyTree) -> PyTree:
+        index = padded[device, step]
+        write = lambda x, row: lax.dynamic_update_index_in_dim(x, row, index, 0)
+        return jax.tree.map(write, rows, each(index))
 
-    each = with_replicated_arrays(each, table[device, 0])
+    each = with_replicated_arrays(each, padded[device, 0])
     into = jax.tree.map(lambda x: _jax.kept_replicated(_jax.varying_like(x, device)), into)
-    found = lax.fori_loop(0, lengths[device], body, into)
-    return jax.tree.map(_jax.kept_replicated, found)
+    rows = lax.fori_loop(0, lengths[device], body, into)
+    return jax.tree.map(_jax.kept_replicated, rows)

@@ -1,13 +1,14 @@
-"""Layers of the user's own: a small function to look for in a program.
+"""`GraphPattern`: a user-defined kind of layer, given as a small function to look for in a program.
 
-A `GraphPattern` is found where the program computes what the pattern's function computes, operation
-by operation, from a value of the program and parameters. Which operations count as the same is up
-to a `GraphMatcherComparator`. The default patterns stand for what is found by meaning
-(`detection/uses.py`): they say what it is called, so that it can be left out.
+A pattern is found where the program computes what the pattern's function computes, operation by
+operation, from values of the program and parameters. A `GraphMatcherComparator` decides which
+operations are the same. The default patterns are not matched in this way: they name what detection
+finds by meaning (`detection/uses.py`), so that it can be skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvax._types import Fun, PyTree
+from curvax._types import Array, Fun, PyTree
 from curvax.layers.detection.program import (
     Constant,
     Node,
@@ -28,11 +29,18 @@ from curvax.layers.tags import LayerTag, conv2d_tag, dense_tag, scale_and_shift_
 
 
 class GraphMatcherComparator:
-    """Says whether an operation of a program is that of a pattern.
+    """Comparison of an operation of a program with one of a pattern.
 
-    Two operations are the same if they have the same name and the same parameters, but for those
-    that say how large arrays are, how precisely to compute, and where (`ignored`). The operands of
-    those that commute may be in either order. Subclass it to compare otherwise.
+    Two operations are the same if they have the same name and the same parameters, except for sizes
+    of arrays, precision and sharding (`ignored`). The operands of operations that commute
+    (`commuting`) may be in either order. Subclass it to compare in another way.
+
+    Examples:
+        >>> import curvax
+        >>> class AlsoSubtractions(curvax.GraphMatcherComparator):
+        ...     commuting = curvax.GraphMatcherComparator.commuting | {"sub"}
+        >>> sorted(AlsoSubtractions().commuting)
+        ['add', 'add_any', 'max', 'min', 'mul', 'sub']
     """
 
     ignored: frozenset[str] = frozenset(
@@ -54,7 +62,20 @@ class GraphMatcherComparator:
     commuting: frozenset[str] = frozenset({"add", "mul", "max", "min", "add_any"})
 
     def are_alike(self, pattern: Any, equation: Any) -> bool:
-        """Whether two equations of jaxprs are the same operation."""
+        """Return whether two equations of jaxprs are the same operation.
+
+        Arguments:
+            pattern: Equation of the pattern.
+            equation: Equation of the program.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import curvax
+            >>> first = lambda f: jax.make_jaxpr(f)(jnp.ones(3)).eqns[0]
+            >>> compare = curvax.GraphMatcherComparator().are_alike
+            >>> compare(first(jnp.sin), first(jnp.sin)), compare(first(jnp.sin), first(jnp.cos))
+            (True, False)
+        """
         if pattern.primitive is not equation.primitive:
             return False
         names = {*pattern.params, *equation.params} - self.ignored
@@ -66,16 +87,34 @@ class GraphPattern:
     """A kind of layer to look for.
 
     Arguments:
-        name: what it is called, in reports and in `patterns_to_skip`.
-        tag_primitive: the `LayerTag` for it.
-        compute_func: the function `compute_func(inputs, params)` to look for; `params` is a
-            sequence of parameters. It returns the output of the layer.
-        parameters_extractor_func: from the equations that were found, last first, the constants
-            that the tag is called with.
-        example_args: example values of `inputs` and `params`, for their numbers of axes.
-        in_values_preprocessor: from the inputs and the parameters that were found, all arrays in
-            one sequence, the sequence that the tag is called with after the output. By default
-            these themselves.
+        name: Name of the pattern, in reports and in `patterns_to_skip`.
+        tag_primitive: `LayerTag` of the layer.
+        compute_func: Function `compute_func(inputs, params)` to look for. `params` is a sequence of
+            parameters. It returns the output of the layer.
+        parameters_extractor_func: Function from the equations that were matched, last one first, to
+            the static parameters of the tag.
+        example_args: Example values of `inputs` and `params`. Only their numbers of axes matter.
+        in_values_preprocessor: Function from the inputs and the parameters that were matched, in
+            one sequence, to the sequence of arrays that the tag is called with after the output.
+            By default these arrays themselves.
+        is_default: Whether detection finds the layer by meaning, without matching.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> tag = curvax.LayerTag("sine_tag", num_inputs=1, num_outputs=1)
+        >>> pattern = curvax.GraphPattern(
+        ...     name="sine",
+        ...     tag_primitive=tag,
+        ...     compute_func=lambda x, params: jnp.sin(x * params[0]),
+        ...     parameters_extractor_func=lambda equations: {},
+        ...     example_args=(jnp.ones((2, 3)), [jnp.ones((2, 3))]),
+        ... )
+        >>> loss = lambda w, x: curvax.register_squared_error_loss(jnp.sin(x * w))
+        >>> args = jnp.ones((4, 3)), jnp.ones((4, 3))
+        >>> report = curvax.explain_registration(loss, args, graph_patterns=[pattern])
+        >>> report.rows[0].tag
+        'sine_tag'
     """
 
     name: str
@@ -85,23 +124,53 @@ class GraphPattern:
     example_args: Sequence[PyTree]
     in_values_preprocessor: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     is_default: bool = field(default=False, kw_only=True)
-    """Whether it is one of the patterns that are found by meaning."""
 
-    def compute(self, x: Any, params: Sequence[Any]) -> Any:
-        """Compute a layer with a single input from it and the parameters, all of them arrays."""
+    def compute(self, x: Array, params: Sequence[Array]) -> Array:
+        """Compute a layer that has a single input.
+
+        Arguments:
+            x: The input, an array.
+            params: The parameters, in the order of their leaves.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> pattern = curvax.DEFAULT_GRAPH_PATTERNS[0]
+            >>> pattern.name
+            'dense_with_bias'
+            >>> pattern.compute(jnp.ones((2, 3)), [jnp.ones((3, 1)), jnp.ones(1)])
+            Array([[4.],
+                   [4.]], dtype=float32)
+        """
         trees = [jax.tree.structure(example) for example in self.example_args]
         inputs = jax.tree.unflatten(trees[0], [x])
         return self.compute_func(inputs, jax.tree.unflatten(trees[1], list(params)))
 
     def program(self) -> tuple[Program, int]:
-        """The program to look for, and how many of its inputs are no parameters."""
+        """Return the program to look for, and the number of its inputs that are not parameters.
+
+        Examples:
+            >>> import curvax
+            >>> program, num_inputs = curvax.DEFAULT_GRAPH_PATTERNS[1].program()
+            >>> [node.name for node in program.nodes], num_inputs
+            (['dot_general'], 1)
+        """
         program, _ = trace_program(self.compute_func, *self.example_args)
         return program, len(jax.tree.leaves(self.example_args[0]))
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A place where a pattern was found."""
+    """A use of a layer that a pattern found.
+
+    Attributes:
+        pattern: The pattern.
+        nodes: The nodes that compute the layer, the last one first.
+        output: Output of the layer.
+        inputs: Inputs of the layer.
+        params: Operands that are the parameters of the layer.
+        views: The `ParamView`s of these, once they are known.
+    """
 
     pattern: GraphPattern
     nodes: Sequence[Node]
@@ -109,12 +178,17 @@ class Match:
     inputs: Sequence[Operand]
     params: Sequence[Operand]
     views: tuple[Any, ...] = ()
-    """The parameters that these are (`ParamView`s)."""
 
     @property
     def node(self) -> Node:
-        """The last of the nodes, whose output is that of the layer."""
+        """The node that computes the output."""
         return self.nodes[0]
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """The static parameters of the tag."""
+        extract = self.pattern.parameters_extractor_func
+        return dict(extract([node.equation for node in self.nodes]))
 
 
 def matches(
@@ -123,19 +197,22 @@ def matches(
     params: Callable[[Operand], bool],
     comparator: GraphMatcherComparator,
 ) -> list[Match]:
-    """Where the pattern is found in a program or the bodies in it, with parameters in their places.
+    """Find a pattern in a program, bodies included.
 
-    `params` says whether an operand is a parameter.
+    Arguments:
+        pattern: The pattern.
+        program: The program.
+        params: Function that says whether an operand is a parameter.
+        comparator: How to compare operations.
     """
     wanted, num_inputs = pattern.program()
     (last,) = wanted.outputs
     found: list[Match] = []
-    for frame in _frames(program):
-        made_by: dict[Operand, Node] = {o: node for node in frame.nodes for o in node.outputs}
-        pattern_made_by: dict[Operand, Node] = {
-            o: node for node in wanted.nodes for o in node.outputs
-        }
-        for node in frame.nodes:
+    pattern_made_by: dict[Operand, Node] = {o: node for node in wanted.nodes for o in node.outputs}
+    bodies = [program, *(n.body for n in program.all_nodes() if n.body is not None)]
+    for body in bodies:
+        made_by: dict[Operand, Node] = {o: node for node in body.nodes for o in node.outputs}
+        for node in body.nodes:
             if len(node.outputs) != 1:
                 continue
             matcher = _Matcher(pattern_made_by, made_by, comparator)
@@ -156,13 +233,9 @@ def matches(
     return found
 
 
-def _frames(program: Program) -> list[Program]:
-    return [program, *(n.body for n in program.all_nodes() if n.body is not None)]
-
-
 @dataclass(frozen=True)
 class _Bound:
-    """Which operands stand for those of the pattern, and the nodes that were matched so far."""
+    """The operands that stand for those of the pattern, and the nodes matched so far."""
 
     operands: dict[Operand, Operand]
     nodes: tuple[Node, ...]
@@ -175,7 +248,7 @@ class _Matcher:
     comparator: GraphMatcherComparator
 
     def unify(self, wanted: Operand, operand: Operand, bound: _Bound) -> _Bound | None:
-        """`bound`, with the operand for the wanted one; None if that cannot be."""
+        """Return `bound` with an operand for the wanted one; None if they do not match."""
         if isinstance(wanted, Constant):
             known = isinstance(operand, Constant) and _same(wanted.value, operand.value)
             return bound if known else None
@@ -194,8 +267,8 @@ class _Matcher:
             orders.append(node.inputs[::-1])
         for order in orders:
             result: _Bound | None = here
-            for mine, theirs in zip(made.inputs, order, strict=True):
-                result = None if result is None else self.unify(mine, theirs, result)
+            for wanted_input, node_input in zip(made.inputs, order, strict=True):
+                result = None if result is None else self.unify(wanted_input, node_input, result)
             if result is not None:
                 return result
         return None
@@ -217,24 +290,24 @@ def _default(
     return GraphPattern(name, tag, compute, lambda _: {}, example, is_default=True)
 
 
-def _dense(x: Any, params: Sequence[Any]) -> Any:
+def _dense(x: Array, params: Sequence[Array]) -> Array:
     w, *b = params
     return jnp.dot(x, w) + b[0] if b else jnp.dot(x, w)
 
 
-def _conv2d(x: Any, params: Sequence[Any]) -> Any:
+def _conv2d(x: Array, params: Sequence[Array]) -> Array:
     w, *b = params
     layout = ("NHWC", "HWIO", "NHWC")
     y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
     return y + b[0] if b else y
 
 
-def _scale_and_shift(x: Any, params: Sequence[Any]) -> Any:
+def _scale_and_shift(x: Array, params: Sequence[Array]) -> Array:
     scale, shift = params
     return x * scale + shift
 
 
-def _normalization_haiku(x: Any, params: Sequence[Any]) -> Any:
+def _normalization_haiku(x: Array, params: Sequence[Array]) -> Array:
     scale, shift = params
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
@@ -257,4 +330,4 @@ DEFAULT_GRAPH_PATTERNS: tuple[GraphPattern, ...] = (
         for k in (1, 0)
     ),
 )
-"""The layers that are found by meaning, under the names that `patterns_to_skip` takes."""
+"""The kinds of layers that detection finds, under the names that `patterns_to_skip` takes."""

@@ -1,4 +1,4 @@
-"""What a function's parameters and losses are registered as.
+"""`register`: the layers and losses of a function.
 
 `register` traces a function, keeps what its losses are computed from, finds the layers in that and
 checks that nothing was lost. Everything else in this package and above it starts from a
@@ -31,8 +31,8 @@ from curvax.layers.detection.program import (
 )
 from curvax.layers.detection.tagging import (
     LocatedExamples,
-    TagSites,
-    described,
+    TagUses,
+    describe_uses,
     is_loss,
     tag_generic,
 )
@@ -47,12 +47,22 @@ from curvax.losses.tag import noted_registrations
 
 
 class RegistrationError(ValueError):
-    """Parameters or losses could not be registered as was asked for."""
+    """Parameters or losses could not be registered as requested.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> try:
+        ...     curvax.explain_registration(lambda w, x: x @ w, (jnp.ones(3), jnp.ones((2, 3))))
+        ... except curvax.RegistrationError as error:
+        ...     print(str(error)[:62])
+        curvax.explain_registration: the function registers no loss. C
+    """
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to look for layers."""
+    """How to look for layers, with the meanings of the arguments of `auto_register_tags`."""
 
     only_generic: bool = False
     skipped: tuple[str, ...] = ()
@@ -63,7 +73,7 @@ class Options:
 
     @property
     def all_skipped(self) -> set[str]:
-        """The names of what is not looked for, also because its pattern was left out."""
+        """Names of the patterns not to look for, including those that were left out."""
         given = {pattern.name for pattern in self.patterns}
         missing = {pattern.name for pattern in DEFAULT_GRAPH_PATTERNS} - given
         further = set() if any(p.is_default for p in self.patterns) else _WITHOUT_PATTERN
@@ -71,41 +81,56 @@ class Options:
 
 
 _WITHOUT_PATTERN = {"embedding", "conv_with_bias", "conv_no_bias"}
-"""What is found by meaning beyond the default patterns."""
+"""Kinds of layers that detection finds and no default pattern describes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """The layers and the losses of a function, at arguments of certain shapes."""
+    """The layers and losses of a function, for arguments of certain shapes.
 
-    whole: Program
+    Attributes:
+        program: The program of the function.
+        needed: The part of it that computes the losses.
+        in_tree: Structure of the arguments.
+        out_tree: Structure of the result.
+        params_range: Which of the inputs are parameters.
+        names: The paths of the parameters.
+        layers: The layers, sorted by the indices of their parameters.
+        losses: The loss tags.
+        lifting: The values that are given an axis of examples.
+        interaction: Name of the operation by which examples interact, if any does.
+        closes_over_tracers: Whether the function closes over values of an outer trace, so that the
+            registration is valid in that trace only.
+    """
+
+    program: Program
     needed: Program
     in_tree: TreeDef
     out_tree: TreeDef
     params_range: range
-    """Which of the inputs are parameters."""
     names: tuple[str, ...]
-    """The parameters, by their paths."""
     layers: Sequence[FoundLayer]
     losses: Sequence[Node]
     lifting: Lifting
     interaction: str | None
-    """The operation by which what is computed for one example depends on others, if any."""
     closes_over_tracers: bool
 
     @property
     def params(self) -> Sequence[Variable]:
-        """The parameters."""
-        return [self.whole.inputs[number] for number in self.params_range]
+        """The inputs that are parameters."""
+        return [self.program.inputs[index] for index in self.params_range]
 
     def run(self, leaves: Sequence[Array]) -> PyTree:
-        """The function itself, with its layers tagged."""
-        outputs, _ = run(self.whole, self._tagged(leaves), TagSites(self.layers, self.lifting))
+        """Run the function with its layers tagged."""
+        outputs, _ = run(self.program, self._tagged(leaves), TagUses(self.layers, self.lifting))
         return jax.tree.unflatten(self.out_tree, outputs)
 
     def run_losses(self, leaves: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
-        """Only what its losses depend on, of each loss; inside loops, of each step."""
-        _, collected = run(self.needed, self._tagged(leaves), TagSites(self.layers, self.lifting))
+        """Run what the losses are computed from; return what each loss depends on.
+
+        Inside loops, that has a leading axis of steps.
+        """
+        _, collected = run(self.needed, self._tagged(leaves), TagUses(self.layers, self.lifting))
         return tuple(tuple(collected[node]) for node in self.losses)
 
     def _tagged(self, leaves: Sequence[Array]) -> list[Array]:
@@ -117,7 +142,14 @@ class Registration:
 def register(
     func: Fun, func_args: Sequence[PyTree], params_index: int, options: Options
 ) -> Registration:
-    """Find the layers and losses of `func` at arguments like these."""
+    """Find the layers and losses of `func` for arguments like these.
+
+    Raises:
+        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+            parameter; or, with `strict`, if a parameter is not in a layer of a known kind.
+        ValueError: If `params_index` is out of range, or a tag has one parameter twice.
+        TypeError: If a parameter is not an array of real or complex numbers.
+    """
     args = tuple(func_args)
     if not -len(args) <= params_index < len(args):
         raise ValueError(
@@ -136,13 +168,13 @@ def register(
     needed = needed_for(program, is_loss)
     _check_references(needed)
     params_range = range(before, before + len(paths))
-    params = [program.inputs[number] for number in params_range]
+    params = [program.inputs[index] for index in params_range]
     reached = check_reached(needed, losses, params, options.through_custom)
     examples = Examples()
     if not options.only_generic:
         examples = find_examples(needed, params, losses, reached)
     found = find_uses(needed, params, options.through_custom, examples)
-    found.leave_out(reached)
+    found.drop_unreached(reached)
     lifting = found.lift(needed, reached)
     matched = [
         match
@@ -158,7 +190,7 @@ def register(
         jax.tree.structure(shapes),
         params_range,
         tuple(map(jax.tree_util.keystr, paths)),
-        described(layers, LocatedExamples(needed, examples), found),
+        describe_uses(layers, LocatedExamples(needed, examples), found),
         losses,
         lifting,
         examples.interaction or None,
@@ -170,19 +202,19 @@ def register(
 
 
 def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
-    """Whether a function registers a loss, or tries to, when it is called."""
+    """Return whether a function registers a loss, or tries to, when it is called."""
     with noted_registrations() as noted:
         closed = jax.make_jaxpr(func)(*func_args)
     return bool(noted) or any(is_loss(node) for node in read(closed).all_nodes())
 
 
 def _check_real(params: PyTree) -> None:
-    """All parameters are arrays that have derivatives."""
-    kind: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
+    """Check that all parameters are arrays that have derivatives."""
+    dtype: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
     wrong = [
-        f"{jax.tree_util.keystr(path)} ({kind(leaf) or type(leaf).__name__})"
+        f"{jax.tree_util.keystr(path)} ({dtype(leaf) or type(leaf).__name__})"
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if kind(leaf) is None or not jnp.issubdtype(kind(leaf), jnp.inexact)
+        if dtype(leaf) is None or not jnp.issubdtype(dtype(leaf), jnp.inexact)
     ]
     if wrong:
         raise TypeError(
@@ -192,34 +224,34 @@ def _check_real(params: PyTree) -> None:
 
 
 def check_tags(program: Program, through_custom: bool) -> None:
-    """Tags are only where they can be used."""
+    """Check that tags are only where they can be used."""
     for node in program.all_nodes():
         hidden = node.kind == "opaque" or (node.kind == "custom" and not through_custom)
         inner = _jax.equations_inside(node.equation) if hidden else ()
-        tags = {_described(x.primitive, x.params) for x in inner if isinstance(x.primitive, Tag)}
+        tags = {_name_of_tag(x.primitive, x.params) for x in inner if isinstance(x.primitive, Tag)}
         if not tags:
             continue
-        inside = f"{where()}: {', '.join(sorted(tags))} is inside of"
+        inside = f"{where()}: {', '.join(sorted(tags))} is inside"
         if node.kind == "opaque":
             raise RegistrationError(
                 f"{inside} `{node.name}`, where it cannot be used. Register losses and layers "
-                f"outside of `cond`, `while` and `shard_map`; put a `shard_map` around curvax's "
+                f"outside `cond`, `while` and `shard_map`; wrap a `shard_map` around curvax's "
                 f"functions instead."
             )
         raise RegistrationError(
             f"{inside} `{_jax.function_name(node.equation)}`, which has derivatives of its own. "
-            f"Tag what it is called with and what it returns, or say "
+            f"Tag what it is called with and what it returns, or pass "
             f"through_custom_derivatives=True, which differentiates through its body."
         )
 
 
 def _check_references(needed: Program) -> None:
-    """Check that no loss is computed from references, through which values cannot be followed."""
+    """Check that no loss is computed from references: values are not followed through them."""
     names = {node.name for node in needed.all_nodes() if _jax.reads_reference(node.equation)}
     if names:
         raise RegistrationError(
             f"{where()}: a loss is computed from mutable references (in "
-            f"{', '.join(sorted(names))}), as jax.new_ref makes them, and loops with the setting "
+            f"{', '.join(sorted(names))}), which jax.new_ref creates, and loops under the setting "
             f"jax_scan3. Layers cannot be found behind these: compute with arrays, and leave "
             "jax_scan3 off."
         )
@@ -228,14 +260,18 @@ def _check_references(needed: Program) -> None:
 def check_reached(
     program: Program, losses: Sequence[Node], params: Sequence[Variable], through_custom: bool
 ) -> set[Operand]:
-    """Check that each loss has a derivative in some parameter; return what has one of any loss."""
+    """Check that each loss has a derivative in some parameter.
+
+    Returns:
+        The values in which any loss has a derivative.
+    """
     reached: set[Operand] = set()
     constant: list[str] = []
     for node in losses:
-        own = reached_from([node], program, through_custom)
-        reached |= own
-        if params and own.isdisjoint(params):
-            constant.append(_described(node.equation.primitive, node.params))
+        of_loss = reached_from([node], program, through_custom)
+        reached |= of_loss
+        if params and of_loss.isdisjoint(params):
+            constant.append(_name_of_tag(node.equation.primitive, node.params))
     if constant:
         raise RegistrationError(
             f"{where()}: the predictions of {', '.join(constant)} have no derivative in any "
@@ -246,26 +282,26 @@ def check_reached(
     return reached
 
 
-def _described(tag: Tag, params: dict[str, Any]) -> str:
+def _name_of_tag(tag: Tag, params: dict[str, Any]) -> str:
     return f"{tag.name} (registered at {params['where']})" if "where" in params else tag.name
 
 
 def _check_losses(losses: Sequence[Node], noted: Sequence[str]) -> None:
     found = {node.params["where"] for node in losses}
-    lost = [place for place in dict.fromkeys(noted) if place not in found]
+    lost = [location for location in dict.fromkeys(noted) if location not in found]
     if lost:
         raise RegistrationError(
             f"{where()}: a loss that was registered at {', '.join(lost)} is not in the traced "
             f"program. Where a gradient is traced, JAX drops what the gradient does not need "
-            f"inside of `jit`, `checkpoint` and `scan`: compute with what register_* returns, or "
-            f"give the function itself instead."
+            f"inside `jit`, `checkpoint` and `scan`: compute with what register_* returns, or "
+            f"pass the function itself instead."
         )
     if not losses:
         raise RegistrationError(
             f"{where()}: the function registers no loss. Call one of curvax.register_* (such as "
             f"curvax.register_squared_error_loss) on its predictions. If it does and a gradient is "
-            f"traced, JAX may have dropped it inside of `jit`, `checkpoint` or `scan` (which are "
-            f"traced only once): register outside of them."
+            f"traced, JAX may have dropped it inside `jit`, `checkpoint` or `scan` (which are "
+            f"traced only once): register outside them."
         )
 
 
@@ -277,8 +313,8 @@ def _check_structured(registration: Registration) -> None:
     ]
     if wrong:
         raise RegistrationError(
-            f"{where()}: with strict=True every parameter must belong to a layer that is known, in "
-            f"all that is done with it and with its examples, but {len(wrong)} of "
+            f"{where()}: with strict=True every parameter must belong to a layer of a known kind "
+            f"that covers all its uses, with known examples, but {len(wrong)} of "
             f"{len(registration.names)} do not:"
             f"{''.join(wrong)}"
         )
@@ -288,7 +324,20 @@ def _check_structured(registration: Registration) -> None:
 
 
 class TaggedFunction:
-    """A function whose layers are tagged. It is traced once for each shape of its arguments."""
+    """A function whose layers are tagged, as `auto_register_tags` returns it.
+
+    It is traced once for each combination of shapes of its arguments.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(w, x):
+        ...     return jnp.mean(curvax.register_squared_error_loss(x @ w))
+        >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+        >>> tagged = curvax.auto_register_tags(loss, args, compute_only_loss_tags=False)
+        >>> isinstance(tagged, curvax.TaggedFunction), float(tagged(*args))
+        (True, 3.0)
+    """
 
     def __init__(
         self, func: Fun, params_index: int, options: Options, compute_only_loss_tags: bool
@@ -300,18 +349,35 @@ class TaggedFunction:
         self._known: dict[Any, Registration] = {}
 
     def registration(self, *func_args: PyTree) -> Registration:
-        """What was found at arguments like these."""
+        """Return the layers and losses that were found for arguments like these.
+
+        Arguments:
+            func_args: Arguments of the function.
+
+        Returns:
+            An internal description; `names` are the paths of the parameters, `layers` the layers.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def loss(w, x):
+            ...     return curvax.register_squared_error_loss(x @ w)
+            >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+            >>> found = curvax.auto_register_tags(loss, args).registration(*args)
+            >>> [layer.tag_name for layer in found.layers]
+            ['dense_tag']
+        """
         leaves, tree = jax.tree.flatten(func_args)
         key = tree, _jax.call_key(leaves)
         if key in self._known:
             return self._known[key]
         found = register(self._func, func_args, self._params_index, self._options)
-        if not found.closes_over_tracers:  # Else it is good for this call only.
+        if not found.closes_over_tracers:  # Otherwise it is valid in this trace only.
             self._known[key] = found
         return found
 
-    def __call__(self, *func_args: PyTree) -> Any:
-        """The result of the function, or what its losses depend on."""
+    def __call__(self, *func_args: PyTree) -> PyTree:
+        """Return the result of the function, or what its losses depend on."""
         registration = self.registration(*func_args)
         leaves = jax.tree.leaves(func_args)
         return registration.run_losses(leaves) if self._only_losses else registration.run(leaves)
@@ -332,41 +398,50 @@ def auto_register_tags(
     through_custom_derivatives: bool = False,
     allow_unused_params: bool = False,
 ) -> TaggedFunction:
-    """A function with a tag for each of its layers.
+    """Return a function with a tag for each of its layers.
 
-    The layers are found by what is done with the parameters: contracted with an input, convolved
-    with one, multiplied, added, used as a table. How the function is written, and what
+    Layers are found by what is done with the parameters: they are contracted or convolved with an
+    input, multiplied, added, or indexed as an embedding. How the function is written, and which
     transformations are around it, makes no difference. See `explain_registration` for what is
     found.
 
     Arguments:
-        func: a function that registers at least one loss.
-        func_args: arguments to trace it with, as a sequence.
-        params_index: which of them are the parameters.
-        register_only_generic: whether to tag all parameters that the function does not tag itself
-            as generic.
-        compute_only_loss_tags: whether the result computes only what the losses depend on, and
-            returns that, instead of what `func` returns.
-        patterns_to_skip: the names of patterns not to look for; see `DEFAULT_GRAPH_PATTERNS`.
-        allow_multiple_registrations: whether a parameter may be in several layers that the user
-            tagged. (Uses that are found are put together, and never are several layers.)
-        graph_matcher_rules: how to compare a program with the user's patterns.
-        graph_patterns: patterns to look for, those that come first before others.
-        strict: whether a parameter that is not part of a known kind of layer is an error.
-        through_custom_derivatives: whether to look for layers inside functions with derivatives
-            of their own. These derivatives are then not used: the function is differentiated
-            through.
-        allow_unused_params: whether there may be parameters that no loss depends on. They are
-            generic then.
+        func: Function that registers at least one loss.
+        func_args: Sequence of arguments to trace it with.
+        params_index: Index of the argument that holds the parameters.
+        register_only_generic: Whether to tag as generic all parameters that the function does not
+            tag itself.
+        compute_only_loss_tags: Whether the result computes only what the losses depend on, and
+            returns that instead of what `func` returns.
+        patterns_to_skip: Names of the patterns not to look for; see `DEFAULT_GRAPH_PATTERNS`.
+        allow_multiple_registrations: Whether a parameter may be in several layers that the user
+            tagged. (Uses that are found always form one layer.)
+        graph_matcher_rules: How to compare a program with user-supplied patterns.
+        graph_patterns: Patterns to look for, in order of precedence.
+        strict: Whether a parameter that is not part of a known kind of layer is an error.
+        through_custom_derivatives: Whether to look for layers inside functions with custom
+            derivatives. Their rules are then not used: JAX differentiates through their bodies.
+        allow_unused_params: Whether there may be parameters that no loss depends on. They are then
+            generic.
 
     Returns:
         A function of arguments like `func_args`, of any shapes.
 
     Raises:
-        RegistrationError: if no loss is registered, or one was lost or has a derivative in no
+        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
             parameter; if no loss depends on some parameter, or one is in several layers; or, with
             `strict`, if one is not part of a known kind of layer.
-        ValueError: if an argument makes no sense, or a tag names one parameter twice.
+        ValueError: If an argument is invalid, or a tag has one parameter twice.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(w, x):
+        ...     return jnp.mean(curvax.register_squared_error_loss(jnp.tanh(x @ w)))
+        >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+        >>> tagged = curvax.auto_register_tags(loss, args, compute_only_loss_tags=False)
+        >>> "dense_tag" in str(jax.make_jaxpr(tagged)(*args))
+        True
     """
     options = registration_options(
         register_only_generic,
@@ -393,9 +468,9 @@ def registration_options(
     strict: bool = False,
     through_custom_derivatives: bool = False,
 ) -> Options:
-    """The options as the user gave them, checked."""
+    """Check the arguments of `auto_register_tags` that say how to look for layers."""
     known = {pattern.name for pattern in (*graph_patterns, *DEFAULT_GRAPH_PATTERNS)}
-    known |= {"embedding", "conv_with_bias", "conv_no_bias"}
+    known |= _WITHOUT_PATTERN
     unknown = sorted(set(patterns_to_skip) - known)
     if unknown or isinstance(patterns_to_skip, str):
         raise ValueError(
@@ -413,24 +488,24 @@ def registration_options(
 
 
 def check_single(registration: Registration) -> None:
-    """Each parameter is in one layer."""
-    for number, name in enumerate(registration.names):
-        layers = [layer.tag_name for layer in registration.layers if number in layer.params]
+    """Check that each parameter is in one layer."""
+    for index, name in enumerate(registration.names):
+        layers = [layer.tag_name for layer in registration.layers if index in layer.params]
         if len(layers) > 1:
             raise RegistrationError(
                 f"{where()}: {name} is registered in {len(layers)} layers ({', '.join(layers)}). "
-                f"Tag it once, or say allow_multiple_registrations=True."
+                f"Tag it once, or pass allow_multiple_registrations=True."
             )
 
 
 def check_used(registration: Registration) -> None:
-    """Some loss depends on each parameter."""
+    """Check that some loss depends on each parameter."""
     unused = [
         registration.names[layer.params[0]] for layer in registration.layers if layer.is_unused
     ]
     if unused:
         raise RegistrationError(
             f"{where()}: no registered loss depends on {', '.join(unused)}. Register the loss that "
-            f"does, take them out of the parameters, or say allow_unused_params=True (in "
+            f"does, take them out of the parameters, or pass allow_unused_params=True (in "
             f"curvax.Optimizer: auto_register_kwargs={{'allow_unused_params': True}})."
         )

@@ -1,4 +1,4 @@
-"""What was recognised of a model, parameter by parameter, and why some of it was not."""
+"""`explain_registration`: the layer that each parameter belongs to, or why none was found."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,28 @@ from curvax.layers.registration import Registration, register, registration_opti
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """What a parameter is registered as."""
+    """What a parameter is registered as: a row of a `RegistrationReport`.
+
+    Attributes:
+        path: Path of the parameter, as `jax.tree_util.keystr` prints it.
+        shape: Shape of the parameter.
+        size: Number of its elements.
+        layer: The part of their paths that the parameters of the layer share.
+        tag: Name of the tag of the layer; "generic_tag" if no layer was found.
+        sites: Number of uses of the layer in the program.
+        reason: Why no layer was found, or a remark on the layer; "" if there is nothing to say.
+        uncovered: Number of further uses of the parameter that the layer does not cover.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(w, x):
+        ...     return curvax.register_squared_error_loss(jnp.exp(x @ w) @ w)
+        >>> report = curvax.explain_registration(loss, (jnp.ones((3, 3)), jnp.ones((4, 3))))
+        >>> row = report.rows[0]
+        >>> row.tag, row.shape, row.sites
+        ('dense_tag', (3, 3), 2)
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -25,19 +46,36 @@ class ParameterRow:
     sites: int
     reason: str
     uncovered: int = 0
-    """How many further uses of the parameter the layer does not cover."""
 
 
 @dataclass(frozen=True)
 class RegistrationReport:
-    """What every parameter of a function is registered as; it prints as a table."""
+    """What each parameter of a function is registered as; it prints as a table.
+
+    Attributes:
+        rows: A row for each parameter.
+        losses: Names of the losses.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(params, x):
+        ...     y = x @ params["w"] * jnp.exp(params["s"])
+        ...     return curvax.register_squared_error_loss(y)
+        >>> params = {"w": jnp.ones((3, 2)), "s": jnp.zeros(2)}
+        >>> report = curvax.explain_registration(loss, (params, jnp.ones((4, 3))))
+        >>> report.coverage
+        0.75
+        >>> report.rows[0].reason
+        'it is used by `exp`, of which no layer is known'
+    """
 
     rows: tuple[ParameterRow, ...]
     losses: tuple[str, ...]
 
     @property
     def coverage(self) -> float:
-        """The fraction of the parameters' elements, and of their uses, that known layers cover.
+        """The fraction of the parameters' elements that are in layers of a known kind.
 
         A parameter of which a layer covers three of four uses counts by three quarters.
         """
@@ -61,19 +99,22 @@ class RegistrationReport:
 def explain_registration(
     func: Fun, func_args: Sequence[PyTree], params_index: int = 0, **auto_register_kwargs: Any
 ) -> RegistrationReport:
-    """What `auto_register_tags` makes of each parameter of a function, and why.
+    """Report what `auto_register_tags` makes of each parameter of a function, and why.
 
     Arguments:
-        func: a function that registers at least one loss.
-        func_args: arguments to trace it with, as a sequence.
-        params_index: which of them are the parameters.
-        auto_register_kwargs: as in `auto_register_tags`.
+        func: Function that registers at least one loss.
+        func_args: Sequence of arguments to trace it with.
+        params_index: Index of the argument that holds the parameters.
+        auto_register_kwargs: Keyword arguments of `curvax.auto_register_tags`, such as `strict`,
+            `patterns_to_skip`, `graph_patterns` or `through_custom_derivatives`.
 
     Returns:
         A report with a row for each parameter.
 
     Raises:
-        RegistrationError, ValueError: as `auto_register_tags`.
+        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+            parameter; or, with `strict`, if a parameter is not in a layer of a known kind.
+        ValueError: If an argument is invalid, or a tag has one parameter twice.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -94,45 +135,45 @@ def explain_registration(
     registration = register(func, func_args, params_index, options)
     leaves = jax.tree.leaves(tuple(func_args)[params_index])
     rows = tuple(
-        _row(registration, number, jax.numpy.shape(leaf)) for number, leaf in enumerate(leaves)
+        _row(registration, index, jax.numpy.shape(leaf)) for index, leaf in enumerate(leaves)
     )
     losses = tuple(node.name.removesuffix("_tag") for node in registration.losses)
     return RegistrationReport(rows, losses)
 
 
-def _row(registration: Registration, number: int, shape: tuple[int, ...]) -> ParameterRow:
-    (layer, *_) = [layer for layer in registration.layers if number in layer.params]
+def _row(registration: Registration, index: int, shape: tuple[int, ...]) -> ParameterRow:
+    (layer, *_) = [layer for layer in registration.layers if index in layer.params]
     return ParameterRow(
-        registration.names[number],
+        registration.names[index],
         shape,
         int(np.prod(shape)),
         name_of(registration, layer),
         layer.tag_name,
-        layer.num_sites,
+        layer.num_uses,
         layer.reason or layer.remark,
         layer.uncovered,
     )
 
 
 def name_of(registration: Registration, layer: FoundLayer) -> str:
-    """The part of their paths that the parameters of a layer share."""
-    names = [registration.names[number] for number in layer.params]
+    """Return the part of their paths that the parameters of a layer share."""
+    names = [registration.names[index] for index in layer.params]
     if len(names) == 1:
         return names[0]
     shared = ""
-    for parts in zip(*(_parts(name) for name in names), strict=False):
-        if len(set(parts)) > 1:
+    for keys in zip(*(_split_path(name) for name in names), strict=False):
+        if len(set(keys)) > 1:
             break
-        shared += parts[0]
+        shared += keys[0]
     return shared or "+".join(names)
 
 
-def _parts(name: str) -> list[str]:
-    """A path as `jax.tree_util.keystr` prints it, step by step."""
-    parts: list[str] = []
+def _split_path(name: str) -> list[str]:
+    """Split a path that `jax.tree_util.keystr` printed into its keys."""
+    keys: list[str] = []
     for character in name:
-        if character in "[." or not parts:
-            parts.append(character)
+        if character in "[." or not keys:
+            keys.append(character)
         else:
-            parts[-1] += character
-    return parts
+            keys[-1] += character
+    return keys

@@ -1,4 +1,4 @@
-"""`LayerTag`: says which part of a program is a layer, and of which kind."""
+"""`LayerTag`: a primitive that marks which part of a program is a layer, and of which kind."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ class LayerTag(Tag):
 
         outputs = tag.bind(*outputs, *inputs, *parameters, **constants)
 
-    and does nothing: the outputs are returned as they are, an array if there is one of them, else
-    a list. All operands are arrays, and all constants are hashable.
+    and is the identity on the outputs: it returns an array if there is one output, otherwise a
+    list. All operands are arrays, and all constants are hashable.
 
     Arguments:
-        name: what the kind of layer is called. Blocks are chosen by it.
-        num_inputs: how many inputs a layer has.
-        num_outputs: how many outputs a layer has.
+        name: Name of the kind of layer. Blocks are chosen by it.
+        num_inputs: Number of inputs of a layer.
+        num_outputs: Number of outputs of a layer.
 
     Raises:
-        ValueError: if there is no output to tag.
+        ValueError: If there is no output to tag.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -57,7 +57,26 @@ class LayerTag(Tag):
         return self._num_inputs
 
     def bind(self, *args: Any, **constants: Any) -> Any:
-        """Tag a layer: its outputs, its inputs and its parameters, in this order."""
+        """Tag a layer.
+
+        Arguments:
+            args: The outputs, inputs and parameters, in this order.
+            constants: Static parameters of the tag; hashable.
+
+        Returns:
+            The outputs: an array if there is one, otherwise a list. Compute with these.
+
+        Raises:
+            ValueError: If there are fewer arrays than outputs and inputs.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> tag = curvax.LayerTag("sum_tag", num_inputs=1, num_outputs=1)
+            >>> x, w = jnp.ones(3), jnp.arange(3.0)
+            >>> tag.bind(x + w, x, w)
+            Array([1., 2., 3.], dtype=float32)
+        """
         least = self._num_kept + self._num_inputs
         if len(args) < least:
             raise ValueError(
@@ -81,10 +100,20 @@ def register_generic(parameter: Array) -> Array:
     """Tag a parameter of which nothing is known but that it is one.
 
     Arguments:
-        parameter: the parameter, before anything is computed from it.
+        parameter: The parameter, before anything is computed from it.
 
     Returns:
         The parameter. Compute with what is returned: what is done with the argument is not seen.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(w, x):
+        ...     w = curvax.register_generic(w)
+        ...     return curvax.register_squared_error_loss(x @ w)
+        >>> report = curvax.explain_registration(loss, (jnp.ones((3, 2)), jnp.ones((4, 3))))
+        >>> report.rows[0].tag
+        'generic_tag'
     """
     return generic_tag.bind(parameter, parameter)
 
@@ -93,16 +122,28 @@ def register_dense(y: Array, x: Array, w: Array, b: Array | None = None) -> Arra
     """Tag a dense layer: `y = x @ w + b`.
 
     Arguments:
-        y: the output, (..., m).
-        x: the input, (..., n), with the same leading axes.
-        w: the weights, (n, m).
-        b: the bias, (m,), if there is one.
+        y: Output, of shape `(..., m)`.
+        x: Input, of shape `(..., n)`, with the same leading axes.
+        w: Weights, of shape `(n, m)`.
+        b: Bias, of shape `(m,)`, if there is one.
 
     Returns:
-        The output. Go on with what is returned.
+        The output. Compute with what is returned.
 
     Raises:
-        ValueError: if the shapes are not those of a dense layer.
+        ValueError: If the shapes are not those of a dense layer.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(params, x):
+        ...     y = jnp.sin(x) @ params["w"] + params["b"]
+        ...     y = curvax.register_dense(y, jnp.sin(x), params["w"], params["b"])
+        ...     return curvax.register_squared_error_loss(y)
+        >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        >>> report = curvax.explain_registration(loss, (params, jnp.ones((4, 3))))
+        >>> [(row.path, row.tag) for row in report.rows]
+        [("['b']", 'dense_tag'), ("['w']", 'dense_tag')]
     """
     _check("w", w, w.ndim == 2, "(inputs, outputs)")
     _check("x", x, x.shape[-1:] == w.shape[:1], f"(..., {w.shape[0]})")
@@ -116,44 +157,96 @@ def register_conv2d(y: Array, x: Array, w: Array, b: Array | None = None, **para
     """Tag a convolution with two spatial axes: `y = lax.conv_general_dilated(x, w, …) + b`.
 
     Arguments:
-        y: the output.
-        x: the input, a batch of images.
-        w: the kernel.
-        b: the bias, if there is one.
-        params: what `lax.conv_general_dilated` was called with; NHWC images, HWIO kernels, strides
-            of one and "SAME" padding unless it says something else.
+        y: Output, a batch of images.
+        x: Input, a batch of images.
+        w: Kernel.
+        b: Bias, of shape `(output channels,)`, if there is one.
+        params: Keyword arguments that `lax.conv_general_dilated` was called with. Defaults: NHWC
+            images, an HWIO kernel, strides of one and "SAME" padding.
 
     Returns:
-        The output. Go on with what is returned.
+        The output. Compute with what is returned.
 
     Raises:
-        ValueError: if there are not two spatial axes.
+        ValueError: If there are not two spatial axes.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax import lax
+        >>> import curvax
+        >>> settings = {"window_strides": (2, 2), "padding": "VALID"}
+        >>> def loss(w, x):
+        ...     layout = ("NHWC", "HWIO", "NHWC")
+        ...     y = lax.conv_general_dilated(x, w, dimension_numbers=layout, **settings)
+        ...     y = curvax.register_conv2d(y, x, w, dimension_numbers=layout, **settings)
+        ...     return curvax.register_squared_error_loss(y.reshape(len(x), -1))
+        >>> args = jnp.ones((3, 3, 2, 4)), jnp.ones((5, 7, 7, 2))
+        >>> curvax.explain_registration(loss, args).rows[0].tag
+        'conv2d_tag'
     """
     _check("w", w, w.ndim == 4, "two spatial axes and two of channels")
     return conv2d_tag.bind(y, x, w, *_given(b), **params)
 
 
 def register_conv(y: Array, x: Array, w: Array, b: Array | None = None, **params: Any) -> Array:
-    """Tag a convolution of any number of spatial axes, or in groups, as `register_conv2d` does."""
+    """Tag a convolution with one to three spatial axes, or in groups.
+
+    Equal to `register_conv2d` except for the number of spatial axes and for groups.
+
+    Arguments:
+        y: Output, a batch of signals, images or volumes.
+        x: Input, of as many axes.
+        w: Kernel, of as many axes.
+        b: Bias, of shape `(output channels,)`, if there is one.
+        params: Keyword arguments that `lax.conv_general_dilated` was called with, such as
+            `feature_group_count`. Defaults: the batch axis first and channels last in `x` and `y`,
+            input and output channels last in `w`, strides of one and "SAME" padding.
+
+    Returns:
+        The output. Compute with what is returned.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax import lax
+        >>> import curvax
+        >>> def loss(w, x):
+        ...     layout = ("NWC", "WIO", "NWC")
+        ...     y = lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=layout)
+        ...     y = curvax.register_conv(y, x, w)
+        ...     return curvax.register_squared_error_loss(y.reshape(len(x), -1))
+        >>> args = jnp.ones((3, 2, 4)), jnp.ones((5, 7, 2))
+        >>> curvax.explain_registration(loss, args).rows[0].tag
+        'conv_tag'
+    """
     return conv_tag.bind(y, x, w, *_given(b), **params)
 
 
 def register_scale_and_shift(
     y: Array, x: Array, scale: Array | None = None, shift: Array | None = None
 ) -> Array:
-    """Tag a layer `y = x * scale + shift`, of which one of the two may be missing.
+    """Tag a layer `y = x * scale + shift`, of which either may be missing.
 
     Arguments:
-        y: the output.
-        x: the input, of the same shape.
-        scale: what `x` is multiplied with; it broadcasts to the shape of `x`.
-        shift: what is added; it broadcasts alike.
+        y: Output, of the shape of `x`.
+        x: Input.
+        scale: What `x` is multiplied with. It broadcasts to the shape of `x`.
+        shift: What is added. It broadcasts to the shape of `x`.
 
     Returns:
-        The output. Go on with what is returned.
+        The output. Compute with what is returned.
 
     Raises:
-        ValueError: if both are missing, or do not broadcast.
+        ValueError: If both are missing, or do not broadcast.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(scale, x):
+        ...     x = x - jnp.mean(x, axis=-1, keepdims=True)
+        ...     y = curvax.register_scale_and_shift(x * scale, x, scale=scale)
+        ...     return curvax.register_squared_error_loss(y)
+        >>> curvax.explain_registration(loss, (jnp.ones(3), jnp.ones((4, 3)))).rows[0].tag
+        'scale_and_shift_tag'
     """
     if scale is None and shift is None:
         raise ValueError(f"{where()}: give scale or shift or both, got neither.")
@@ -173,18 +266,28 @@ def register_scale_and_shift(
 
 
 def register_embedding(y: Array, indices: Array, table: Array) -> Array:
-    """Tag a layer that looks up rows: `y = table[indices]`.
+    """Tag an embedding: `y = table[indices]`.
 
     Arguments:
-        y: the output, of shape `indices.shape + table.shape[1:]`.
-        indices: which rows, integers; one that is the number of rows stands for no row.
-        table: the rows.
+        y: Output, of shape `indices.shape + table.shape[1:]`.
+        indices: Indices of rows, integers. One that equals the number of rows stands for no row.
+        table: The embedding, a row for each index.
 
     Returns:
-        The output. Go on with what is returned.
+        The output. Compute with what is returned.
 
     Raises:
-        ValueError: if the shapes are not those, or the indices no integers.
+        ValueError: If the shapes do not fit, or the indices are not integers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(table, tokens):
+        ...     y = curvax.register_embedding(table[tokens], tokens, table)
+        ...     return curvax.register_squared_error_loss(y)
+        >>> args = jnp.ones((10, 2)), jnp.array([3, 1, 4])
+        >>> curvax.explain_registration(loss, args).rows[0].tag
+        'embedding_tag'
     """
     _check("indices", indices, jnp.issubdtype(indices.dtype, jnp.integer), "integers")
     expected = (*indices.shape, *table.shape[1:])

@@ -1,1 +1,1 @@
-"""Scans that keep or rematerialise part of what they compute, such as `checkpointed_scan`."""
+"""Scans that save, keep or rematerialise only part of what they compute."""

@@ -1,22 +1,26 @@
-"""`checkpointed_scan`: scans inside scans, so that a gradient remembers very little of each.
+"""`checkpointed_scan` and `checkpoint_chunked_scan`: scans whose gradient saves few residuals.
 
-A loop of N steps is a loop of n₁ rounds, each of them a loop of n₂ rounds, and so on down to nₖ
-steps. Every round is checkpointed: the gradient remembers the carry it starts from, and runs the
-round again when it gets there. At any time it holds the carries of one loop at each level, and the
-steps of one innermost loop: n₁ + n₂ + … + nₖ in place of their product, for k - 1 more forward
-passes.
+Checkpointing of loops: see Griewank & Walther 2000, "Algorithm 799: revolve", for the optimal
+schedule, and Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for chunks of √N.
+Here checkpoints are at the boundaries of nested loops, which compile to small programs.
 
-A number of steps that is not such a product is written like a number in a mixed base. With
-lengths (10, 10, 10), 987 steps are 9 rounds of 100 steps, then 8 rounds of 10, then 7 steps. Each
-digit is one nest of loops, so there are at most k bodies to compile and no step is padded. Only
-the first digit keeps as many carries as it has rounds; each other one is a checkpoint of its own.
+A loop of N steps is a loop of n₁ rounds, each of them a loop of n₂ rounds, and so on down to
+nₖ steps. Every round is checkpointed: the forward pass saves its initial carry, and the backward
+pass rematerialises the rest. At any time, the carries of one loop at each level and the residuals
+of one innermost loop are alive: n₁ + n₂ + … + nₖ in place of their product, for k - 1 additional
+forward passes.
+
+A number of steps that is not such a product is written in a mixed radix. With lengths
+(10, 10, 10), 987 steps are 9 rounds of 100 steps, then 8 rounds of 10, then 7 steps. Each digit is
+one nest of loops, so at most k bodies are compiled and no step is padded. The first digit saves one
+carry for each of its rounds; each of the others is a single checkpoint.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +30,24 @@ from curvax import _jax, _slicing
 from curvax._errors import check_size
 from curvax._tree import as_key
 from curvax._types import Array, Carry, PyTree, Size
-from curvax.loops.scan_program import Outputs, ScanProgram, scan_length, unroll_within
+from curvax.loops.scan_program import Outputs, ScanProgram, Span, scan_length, unroll_within
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
+
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 DEFAULT_LEVELS = 2
 
 State: TypeAlias = tuple[Carry, PyTree]
-"""Of the outermost loop: the carry, and the buffers for the outputs."""
+"""The state of the outermost loop: the carry, and the buffers for the outputs."""
 
 
 def checkpointed_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: PyTree,
-    xs: PyTree,
+    f: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -48,46 +56,48 @@ def checkpointed_scan(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "gradient",
     objective: Objective = "memory",
-) -> tuple[PyTree, PyTree]:
-    """Scan, with checkpoints inside checkpoints.
+) -> tuple[C, Y]:
+    """Scan, with nested checkpoints.
 
     Equal to
 
         jax.lax.scan(f, init, xs, length, reverse, unroll)
 
-    except for what its gradient remembers. N steps are run as scans nested `levels` deep, each of
-    about N^(1/levels) rounds, and the gradient holds the carries of one scan at each level and the
-    steps of one innermost scan: O(levels · N^(1/levels)) instead of O(N), for `levels - 1` more
-    forward passes. Forward mode and second derivatives work too.
+    except for the residuals that its gradient saves. N steps run as scans nested `levels` deep,
+    each of about N^(1/levels) rounds. The gradient holds the carries of one scan at each level and
+    the residuals of one innermost scan: O(levels · N^(1/levels)) instead of O(N), for `levels - 1`
+    additional forward passes. Forward mode and second derivatives work too.
 
-    One level is `jax.lax.scan`, which remembers every step. Two are `checkpoint_chunked_scan` with
-    chunks of about √N. The gradient with respect to `xs` is as large as `xs`, and adds up the rows
-    of one round at a time.
+    One level is `jax.lax.scan`, which saves the residuals of every step. Two levels are
+    `checkpoint_chunked_scan` with chunks of about √N. The gradient with respect to `xs` is as large
+    as `xs`, and is accumulated one round at a time.
 
     Arguments:
-        f: the body, `(carry, x) -> (carry, y)`. It is traced once.
-        init: the first carry.
-        xs: what to scan over, along leading axes, or None.
-        length: the number of steps; needed if `xs` has no leaves.
-        reverse: run from the last position to the first.
-        unroll: the most steps to unroll in the innermost loop.
-        levels: how deep the scans are nested. None is two levels. The number of steps need not be
-            a power or a product of anything; few steps may need fewer levels than that.
-        memory_budget: bytes, in place of `levels`, in any form that `parse_memory` takes. The
-            fewest levels are taken, and so the fewest passes, with which the gradient through the
-            scan, compiled by itself, allocates no more.
-        plan_for: whether the budget is for the "gradient" through the scan, with respect to all
-            arrays that it depends on, or for its "value".
-        objective: "memory" and "time" both take the fewest levels that fit: with each level more,
-            the steps are computed once more.
+        f: Body of the scan, `(carry, x) -> (carry, y)`. It is traced once.
+        init: Initial carry, a pytree of arrays.
+        xs: Pytree of arrays to scan over along their leading axes, or None.
+        length: Number of steps; required if `xs` has no leaves.
+        reverse: Whether to run from the last position to the first.
+        unroll: Maximum number of steps to unroll in the innermost loop; True unrolls all.
+        levels: Depth of the nested scans, None for two. The number of steps need not be a power or
+            a product of anything; for few steps fewer levels may be used.
+        memory_budget: Bytes that the program may allocate, in place of `levels`: an int, a string
+            with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available memory.
+            The fewest levels are chosen, and so the fewest forward passes, with which the program,
+            compiled by itself, allocates no more.
+        plan_for: The program that must fit the budget: "gradient" for the reverse-mode derivative
+            of the scan with respect to all arrays it depends on, "value" for the scan itself.
+        objective: "memory" and "time" both choose the fewest levels that fit, because each
+            additional level computes all steps once more.
 
     Returns:
-        The last carry, and all outputs.
+        The final carry, and the stacked outputs.
 
     Raises:
-        ValueError: if sizes disagree, `levels` is not positive, or a budget is given as well.
-        TypeError: if the body changes the type of the carry, or a number is no integer.
-        MemoryBudgetError: if no number of levels fits the budget.
+        ValueError: If sizes disagree, `levels` is not positive, or both `levels` and a budget are
+            given.
+        TypeError: If the body changes the type of the carry, or a size is not an integer.
+        MemoryBudgetError: If no number of levels fits the budget.
 
     Examples:
         >>> import jax
@@ -102,17 +112,17 @@ def checkpointed_scan(
     levels = check_size("levels", levels)
     budget = check_budget(memory_budget, {"levels": levels}, plan_for=plan_for, objective=objective)
 
-    # With a budget there is a compiled program, which must not be of what `f` was before.
+    # A compiled program is cached by what `f` computes now, so JAX must not reuse an older trace.
     body = f if budget is None else _jax.untraced(f)
 
-    def run(levels: int, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+    def run(levels: int, init: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
         program = ScanProgram.of(body, init, xs, length, reverse)
         with program.mesh():
             return run_nested(program, nested_lengths(program.length, levels), unroll)
 
     if budget is None:
         return run(levels or DEFAULT_LEVELS, init, xs)
-    # What is planned is the length of the innermost loop: the longer, the fewer levels.
+    # The planned size is the length of the innermost loop: the longer, the fewer levels.
     steps = scan_length(xs, length)
     most_levels = range(max(1, steps.bit_length()), 0, -1)
     levels_of = {nested_lengths(steps, levels)[-1]: levels for levels in most_levels}
@@ -124,15 +134,16 @@ def checkpointed_scan(
 
 
 def _at_most(sizes: Iterable[int], size: int) -> int:
+    """Return the largest of `sizes` that is at most `size`, or the smallest if there is none."""
     return max(given for given in sizes if given <= max(size, min(sizes)))
 
 
 def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
-    """The lengths of at most `levels` nested loops over so many steps, outermost first.
+    """Return the lengths of at most `levels` nested loops over `length` steps, outermost first.
 
-    They are about equal, which makes their sum small. Among lengths within a quarter of that one
-    is preferred that leaves no remainder, which would be one more body to compile. Else the product
-    exceeds `length`, and the outermost loop ends early.
+    They are about equal, which minimises their sum. Among lengths within a quarter of the optimum,
+    one without remainder is preferred, because a remainder is one more body to compile. If there is
+    none, the product exceeds `length` and the outermost loop ends early.
     """
     inner: list[int] = []
     for level in range(levels, 1, -1):
@@ -148,10 +159,10 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     return tuple(reversed(inner))
 
 
-def _root(number: int, degree: int) -> int:
-    """The least integer whose power of that degree is at least a positive number."""
-    root = max(1, round(number ** (1 / degree)) - 1)
-    while root**degree < number:
+def _root(n: int, degree: int) -> int:
+    """Return the smallest integer r with `r**degree >= n`, for a positive `n`."""
+    root = max(1, round(n ** (1 / degree)) - 1)
+    while root**degree < n:
         root += 1
     return root
 
@@ -159,10 +170,10 @@ def _root(number: int, degree: int) -> int:
 def run_nested(
     program: ScanProgram, lengths: tuple[int, ...], unroll: int | bool
 ) -> tuple[Carry, PyTree]:
-    """All steps of a program, in nested loops of these lengths, outermost first.
+    """Run all steps of a program in nested loops of these lengths, outermost first.
 
-    The first length is only a guide: the outermost loop has as many rounds as the steps fill, be it
-    more or fewer. What is left runs after it.
+    The first length is not used: the outermost loop has as many rounds as the steps fill. The
+    remaining steps run after it.
     """
     unroll_within(unroll, program.length)
     nest = _Nest(lengths, unroll)
@@ -170,8 +181,8 @@ def run_nested(
         return nest.run(program, program.init, 0, 0, program.length)
     outputs = Outputs(program, program.length)
 
-    # Only at the top are outputs written into buffers: further down no steps are left over, and
-    # stacked outputs are in their places.
+    # Outputs are written into buffers at the outermost level only. Inner loops have no remainder,
+    # so stacking by `lax.scan` puts their outputs where they belong.
     def run_and_write(
         program: ScanProgram, state: State, time: Size, depth: int, count: int, alone: bool
     ) -> State:
@@ -196,7 +207,8 @@ def run_nested(
     for depth in range(1, len(lengths)):
         if not rest:
             break
-        # By way of what is left, or the gradient would add up an array like `xs` for every digit.
+        # Narrow to the remaining rows; otherwise each digit's backward pass would accumulate a
+        # cotangent of all of `xs`.
         done = program.length - rest
         last, _ = _narrowed(last, done, rest)
         count, rest = divmod(rest, nest.size(depth))
@@ -208,24 +220,25 @@ def run_nested(
 
 @dataclass(frozen=True)
 class _Nest:
-    """Loops inside loops, of these lengths, outermost first."""
+    """Nested loops of these lengths, outermost first."""
 
     lengths: tuple[int, ...]
     unroll: int | bool
 
     def size(self, depth: int) -> int:
-        """The steps that one round of the loop at that depth takes."""
+        """Return the number of steps in one round of the loop at `depth`."""
         return math.prod(self.lengths[depth + 1 :])
 
     def run(
         self, program: ScanProgram, carry: Carry, time: Size, depth: int, count: int
     ) -> tuple[Carry, PyTree]:
-        """`count` rounds of the loop at that depth, and all they put out, by position."""
+        """Run `count` rounds of the loop at `depth` from `time` on; stack outputs by position."""
         within, xs = _narrowed(program, time, count * self.size(depth))
         if depth == len(self.lengths) - 1:
-            most = unroll_within(self.unroll, count)
-            return lax.scan(program.f, carry, xs, count, program.reverse, most)
-        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
+            steps_unrolled = unroll_within(self.unroll, count)
+            return lax.scan(program.f, carry, xs, count, program.reverse, steps_unrolled)
+        # XLA cannot merge the forward and the backward pass of a loop by common-subexpression
+        # elimination, but it can outside of one.
         run_round = jax.checkpoint(
             lambda carry, time: self.run(within, carry, time, depth + 1, self.lengths[depth + 1]),
             prevent_cse=count == 1,
@@ -233,41 +246,42 @@ class _Nest:
         if count == 1:
             return run_round(carry, time)
         times = time + self.size(depth) * jnp.arange(count)
-        # Scanned over by position, so that outputs are stacked by position.
+        # Scan in the order of positions, so that outputs are stacked by position.
         times = times[::-1] if program.reverse else times
         carry, ys = lax.scan(run_round, carry, times, reverse=program.reverse)
         return carry, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), ys)
 
 
 def _narrowed(program: ScanProgram, time: Size, count: int) -> tuple[ScanProgram, PyTree]:
-    """The program for use in a loop over so many successive steps, and what these read of `xs`.
+    """Return the program for a loop over `count` steps from `time` on, and their rows of `xs`.
 
-    The derivative with respect to `xs` goes by way of the rows of each enclosing loop in turn, for
-    the reason that `ScanProgram.within` gives. The values come from `xs` in place: only the
-    innermost loop makes use of the rows, so only there are they read.
+    The cotangent of `xs` is accumulated into the rows of each enclosing loop, from the innermost to
+    the outermost, for the reason given in `ScanProgram.within`. Values are read from `xs` in place:
+    the innermost loop alone uses the rows, so the others never read them.
     """
     if program.span is None:
         narrowed = program.within(time, count)
     else:
-        begin, span = program.span
+        outer = program.span
         rows = program.rows(time, count)
-        rows_of_span = _slicing.Rows(rows.start - begin, count)
+        rows_in_outer = _slicing.Rows(rows.start - outer.start, count)
 
-        def read(leaf: Array, spanned: Array) -> Array:
+        def read(leaf: Array, outer_leaf: Array) -> Array:
             value = _slicing.read(leaf, rows, 0)
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 return value
-            return _slicing.differentiated_as(value, _slicing.read(spanned, rows_of_span, 0))
+            return _slicing.differentiated_as(value, _slicing.read(outer_leaf, rows_in_outer, 0))
 
-        narrowed = replace(program, span=(rows.start, jax.tree.map(read, program.xs, span)))
+        span = Span(rows.start, jax.tree.map(read, program.xs, outer.rows))
+        narrowed = replace(program, span=span)
     assert narrowed.span is not None
-    return narrowed, narrowed.span[1]
+    return narrowed, narrowed.span.rows
 
 
 def checkpoint_chunked_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: PyTree,
-    xs: PyTree,
+    f: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -276,42 +290,45 @@ def checkpoint_chunked_scan(
     memory_budget: Budget | None = None,
     plan_for: PlanFor = "gradient",
     objective: Objective = "memory",
-) -> tuple[PyTree, PyTree]:
+) -> tuple[C, Y]:
     """Scan, with a checkpoint every `chunk_size` steps.
 
     Equal to
 
         jax.lax.scan(f, init, xs, length, reverse, unroll)
 
-    except for what its gradient remembers: the carry at the start of each chunk, instead of all
-    that every step computed. The backward pass runs the steps of one chunk again at a time. So N
-    steps in chunks of c hold N/c carries and c steps: chunks of √N need O(√N) instead of O(N),
-    for one more forward pass. Forward mode and second derivatives work too.
+    except for the residuals that its gradient saves: the carry at the start of each chunk, instead
+    of all intermediates of every step. The backward pass rematerialises one chunk at a time. So N
+    steps in chunks of c hold N/c carries and the residuals of c steps: chunks of √N need O(√N)
+    memory instead of O(N), for one additional forward pass. Forward mode and second derivatives
+    work too.
 
     Arguments:
-        f: the body, `(carry, x) -> (carry, y)`. It is traced once.
-        init: the first carry.
-        xs: what to scan over, along leading axes, or None.
-        length: the number of steps; needed if `xs` has no leaves.
-        reverse: run from the last position to the first.
-        unroll: the most steps to unroll.
-        chunk_size: steps from one checkpoint to the next, the first being before the first step.
-            It need not divide the number of steps. None is one chunk of all steps.
-        memory_budget: bytes, in place of `chunk_size`, in any form that `parse_memory` takes. The
-            largest chunk is taken with which the gradient through the scan, compiled by itself,
+        f: Body of the scan, `(carry, x) -> (carry, y)`. It is traced once.
+        init: Initial carry, a pytree of arrays.
+        xs: Pytree of arrays to scan over along their leading axes, or None.
+        length: Number of steps; required if `xs` has no leaves.
+        reverse: Whether to run from the last position to the first.
+        unroll: Maximum number of steps to unroll; True unrolls all.
+        chunk_size: Number of steps from one checkpoint to the next, the first one being `init`. It
+            need not divide the number of steps. None is one chunk of all steps.
+        memory_budget: Bytes that the program may allocate, in place of `chunk_size`: an int, a
+            string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
+            memory. The largest chunk is chosen with which the program, compiled by itself,
             allocates no more.
-        plan_for: whether the budget is for the "gradient" through the scan, with respect to all
-            arrays that it depends on, or for its "value".
-        objective: "memory" takes the largest chunk that fits; "time" one that is fast by a
-            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
+        plan_for: The program that must fit the budget: "gradient" for the reverse-mode derivative
+            of the scan with respect to all arrays it depends on, "value" for the scan itself.
+        objective: "memory" chooses the largest chunk that fits. "time" chooses one that is fast by
+            a heuristic: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
 
     Returns:
-        The last carry, and all outputs.
+        The final carry, and the stacked outputs.
 
     Raises:
-        ValueError: if sizes disagree, `chunk_size` is not positive, or a budget is given as well.
-        TypeError: if the body changes the type of the carry, or a size is no integer.
-        MemoryBudgetError: if no chunk size fits the budget.
+        ValueError: If sizes disagree, `chunk_size` is not positive, or both `chunk_size` and a
+            budget are given.
+        TypeError: If the body changes the type of the carry, or a size is not an integer.
+        MemoryBudgetError: If no chunk size fits the budget.
 
     Examples:
         >>> import jax
@@ -328,20 +345,21 @@ def checkpoint_chunked_scan(
     budget = check_budget(
         memory_budget, sizes, plan_for=plan_for, objective=objective, advice=_ADVICE
     )
-    # With a budget there is a compiled program, which must not be of what `f` was before.
+    # A compiled program is cached by what `f` computes now, so JAX must not reuse an older trace.
     body = f if budget is None else _jax.untraced(f)
 
-    def run(size: int | None, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+    def run(size: int | None, init: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
         program = ScanProgram.of(body, init, xs, length, reverse)
         with program.mesh():
             chunk = max(1, min(size or program.length, program.length))
-            return run_nested(program, (1, chunk), unroll)  # Two levels: chunks, and their steps.
+            return run_nested(program, (1, chunk), unroll)  # Two levels: chunks and their steps.
 
     if budget is None:
         return run(chunk_size, init, xs)
     build = lambda size: functools.partial(run, size)
     steps = scan_length(xs, length)
-    # The gradient holds a carry for each chunk, and the steps of one: small chunks need the most.
+    # The gradient holds one carry for each chunk and the residuals of one chunk. Below about √N
+    # the carries dominate, so that smaller chunks need more memory, not less.
     sizes = range(max(1, math.isqrt(steps) // 4), max(1, steps) + 1)
     key = "checkpoint_chunked_scan", length, bool(reverse), as_key(unroll)
     plan = plan_call(budget, f, build, (init, xs), {}, sizes, key=key)

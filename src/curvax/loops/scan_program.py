@@ -1,15 +1,16 @@
-"""A scan as the user gave it, checked, and taken apart into steps that can be run in any grouping.
+"""The arguments of a scan, checked and traced, as steps that can be run in any grouping.
 
-`ScanProgram` numbers the steps in the order in which they run, so that the loops built on it need
-not think about `reverse`: step t reads and writes position t, or `length - 1 - t`. It reads `xs`
-in place (`curvax._slicing`) wherever the loop stands, so they are not copied to be scanned over.
+`ScanProgram` identifies a step by its time, its index in the order of execution, so that the loops
+built on it need not consider `reverse`: the step at time t reads and writes position t, or
+`length - 1 - t` in reverse. Rows of `xs` are read in place (`curvax._slicing`); slicing `xs` before
+the loop would copy it.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,32 @@ from curvax._errors import as_integer, where
 from curvax._tree import leaf_name
 from curvax._types import Array, Carry, PyTree, Size, promote_weak
 
-Body = Callable[[Any, Any], tuple[Any, Any]]
+Body: TypeAlias = Callable[[Carry, PyTree], tuple[Carry, PyTree]]
+"""The body of a scan: from a carry and a row of `xs` to the next carry and an output."""
 
 save_all_but_reads = partial(jax.checkpoint, policy=_slicing.save_all_but_reads, prevent_cse=False)
-"""Keeps what a function reads of `xs` from being saved for its gradient: it is still there."""
+"""Save all residuals except rows of `xs`, which the backward pass reads again from `xs`."""
+
+
+class Span(NamedTuple):
+    """Successive rows of `xs`, from position `start` on."""
+
+    start: Size
+    rows: PyTree
 
 
 @dataclass(frozen=True)
 class ScanProgram:
-    """`f` over `length` steps from `init`, as in `jax.lax.scan`.
+    """The arguments of a `jax.lax.scan`, with its body traced once for all loops that call it.
 
-    `f` is traced once for all the loops that call it. `init` has the types that `f` returns.
-    `outputs` are the shapes of what one step puts out. `span` are rows of `xs` from some position
-    on, by way of which the derivative with respect to `xs` goes.
+    Attributes:
+        f: The traced body.
+        init: The initial carry, in the dtypes that `f` returns.
+        xs: The arrays to scan over.
+        length: Number of steps.
+        reverse: Whether steps run from the last position to the first.
+        outputs: Shapes and dtypes of the output of one step.
+        span: The rows of `xs` that the cotangent of `xs` is accumulated into; see `within`.
     """
 
     f: Body
@@ -41,7 +55,7 @@ class ScanProgram:
     length: int
     reverse: bool
     outputs: PyTree
-    span: tuple[Size, PyTree] | None = None
+    span: Span | None = None
 
     @classmethod
     def of(
@@ -53,97 +67,97 @@ class ScanProgram:
         with program.mesh():
             return _traced(program)
 
-    def mesh(self) -> AbstractContextManager[Any]:
+    def mesh(self) -> AbstractContextManager[object]:
         """Return the context to trace loops in: the explicit mesh of `init` and `xs`, if any."""
         return _jax.mesh_of(jax.tree.leaves((self.init, self.xs)))
 
     def step(self, carry: Carry, time: Size) -> tuple[Carry, PyTree]:
-        """The step that runs at that time."""
+        """Run the step at `time`."""
 
         @save_all_but_reads
         def read_and_call(carry: Carry, time: Size) -> tuple[Carry, PyTree]:
             return self.f(carry, self.read(time))
 
-        # Without `jit`, constants come out as Python numbers.
+        # Outside of `jit`, constants are returned as Python scalars.
         return jax.tree.map(jnp.asarray, read_and_call(carry, time))
 
     def read(self, time: Size) -> PyTree:
-        """What the step that runs at that time reads of `xs`."""
+        """Return the row of `xs` that the step at `time` reads."""
         position = self.rows(time, 1).start
         row = lambda leaf, index: _slicing.read(leaf, _slicing.Row(index), 0)
         if self.span is None:
             return jax.tree.map(lambda leaf: row(leaf, position), self.xs)
-        start, span = self.span
+        start, span_rows = self.span
 
-        def row_in_span(leaf: Array, spanned: Array) -> Array:
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                return row(leaf, position)
+        def row_in_span(leaf: Array, span_leaf: Array) -> Array:
             value = row(leaf, position)
-            return _slicing.differentiated_as(value, row(spanned, position - start))
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                return value
+            return _slicing.differentiated_as(value, row(span_leaf, position - start))
 
-        return jax.tree.map(row_in_span, self.xs, span)
+        return jax.tree.map(row_in_span, self.xs, span_rows)
 
     def within(self, time: Size, count: int) -> "ScanProgram":
-        """The program for use in a loop over `count` successive steps from that time on.
+        """Return the program for use in a loop over `count` successive steps from `time` on.
 
-        The gradient with respect to `xs` adds up an array like what it read from, once for each
-        loop that does so. That has to be the rows that a loop can read, not all of `xs`: else
-        many loops, one after the other or inside another, would take quadratic time. The values
-        still come from `xs`, in place.
+        The backward pass of each loop accumulates a cotangent of the array that the loop reads
+        from. That must be the rows that the loop can read, not all of `xs`: otherwise many loops,
+        in sequence or nested, would take quadratic time. Values are still read from `xs`, in place.
         """
         if self.span is not None:
             return self
-        return replace(self, span=(self.rows(time, count).start, self._part(time, count)))
+        span = Span(self.rows(time, count).start, self._read_rows(time, count))
+        return replace(self, span=span)
 
     def steps(self, carry: Carry, time: Size, count: int, unroll: int) -> tuple[Carry, PyTree]:
-        """`count` successive steps from that time on, and all they put out, by position."""
-        return lax.scan(self.f, carry, self._part(time, count), count, self.reverse, unroll)
+        """Run `count` successive steps from `time` on; outputs are stacked by position."""
+        return lax.scan(self.f, carry, self._read_rows(time, count), count, self.reverse, unroll)
 
-    def _part(self, time: Size, count: int) -> PyTree:
+    def _read_rows(self, time: Size, count: int) -> PyTree:
         rows = self.rows(time, count)
         return jax.tree.map(lambda leaf: _slicing.read(leaf, rows, 0), self.xs)
 
     def rows(self, time: Size, count: int) -> _slicing.Rows:
-        """The positions of `count` successive steps from that time on."""
+        """Return the positions of `count` successive steps from `time` on."""
         return _slicing.Rows(self.length - count - time if self.reverse else time, count)
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Room for some of the outputs of a scan, along a new leading axis of `length`."""
+    """Buffers for `length` outputs of a scan, stacked along a new leading axis."""
 
     program: ScanProgram
     length: int
 
     def allocate(self) -> PyTree:
-        """Empty buffers."""
+        """Return buffers of zeros."""
         row = lambda leaf: jax.eval_shape(lambda x: _jax.unwrap_keys(x)[None], leaf)
         rows = jax.tree.map(row, self.program.outputs)
         return jax.tree.map(lambda leaf: _slicing.allocate(self.length, leaf, 0), rows)
 
     def write(self, buffers: PyTree, values: PyTree, rows: _slicing.Rows) -> PyTree:
-        """The buffers with these rows filled in."""
+        """Return the buffers with `values` written into these rows."""
         put = lambda buffer, value: _slicing.write(buffer, _jax.unwrap_keys(value), rows, 0)
         return jax.tree.map(put, buffers, values)
 
     def finish(self, buffers: PyTree) -> PyTree:
-        """The collected outputs."""
+        """Return filled buffers as outputs of the scan: random keys are wrapped again."""
         return jax.tree.map(_jax.wrap_keys, buffers, self.program.outputs)
 
 
 def unroll_within(unroll: int | bool, length: int) -> int:
-    """The number of steps to unroll in a loop of that length, by the user's `unroll`."""
+    """Return the number of steps to unroll in a loop of `length`, for a user-supplied `unroll`."""
     if isinstance(unroll, bool):
         return max(1, length) if unroll else 1
-    number = as_integer(unroll)
-    if number is None or number < 1:
-        error = TypeError if number is None else ValueError
+    count = as_integer(unroll)
+    if count is None or count < 1:
+        error = TypeError if count is None else ValueError
         raise error(f"{where()}: unroll must be a positive integer or a bool, got {unroll!r}.")
-    return max(1, min(number, length))
+    return max(1, min(count, length))
 
 
 def scan_length(xs: PyTree, length: int | None) -> int:
-    """The number of steps of a scan, by what it scans over and what the user said."""
+    """Return the number of steps of a scan over `xs`, checked against a user-supplied `length`."""
     xs = jax.tree.map(jnp.asarray, xs)
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
@@ -156,24 +170,24 @@ def scan_length(xs: PyTree, length: int | None) -> int:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ValueError(f"{where()}: all of xs must have the same leading size, but {listed}.")
-    number = None if length is None else as_integer(length)
-    if length is not None and (number is None or number < 0):
-        error = TypeError if number is None else ValueError
+    count = None if length is None else as_integer(length)
+    if length is not None and (count is None or count < 0):
+        error = TypeError if count is None else ValueError
         raise error(f"{where()}: length must be a non-negative integer or None, got {length!r}.")
-    if not sizes and number is None:
+    if not sizes and count is None:
         raise ValueError(f"{where()}: there is nothing to scan over: give xs, or length.")
     for name, size in sizes.items():
-        if number is not None and size != number:
-            raise ValueError(f"{where()}: length={number} disagrees with {name}, which has {size}.")
+        if count is not None and size != count:
+            raise ValueError(f"{where()}: length={count} disagrees with {name}, which has {size}.")
         return size
-    return number or 0
+    return count or 0
 
 
 def _traced(program: ScanProgram) -> ScanProgram:
-    """The program with its body traced, `init` in the types it returns, and its outputs' shapes.
+    """Return the program with its body traced, `init` promoted and the shapes of its outputs.
 
-    As in `jax.lax.scan`, a number of weak type in `init` takes on the dtype that comes back. Then
-    the body is traced a second time.
+    As in `jax.lax.scan`, a weakly typed leaf of `init` is promoted to the dtype that the body
+    returns. The body is then traced again.
     """
     init = program.init
     body, carry, outputs = _trace_body(program, init)

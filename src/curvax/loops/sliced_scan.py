@@ -1,14 +1,14 @@
-"""`sliced_scan`: a scan that keeps some of its outputs and never makes the others.
+"""`sliced_scan`: a scan that keeps a slice of its outputs and never computes the others.
 
-In the order in which the steps run, the kept ones are `first, first + gap, first + 2 gap, …`. So
-the loop is: steps whose output is dropped up to the first; then groups of one kept step and
-`gap - 1` dropped ones; then what is left. A dropped output is not computed at all, because nothing
-in its loop uses it. Kept outputs are written straight into their places in the result.
+In the order of execution, the kept steps are `first, first + gap, first + 2 gap, …`. The scan is
+therefore a loop over the steps before the first kept one, then a loop over groups of one kept step
+and `gap - 1` dropped ones, then a loop over the remaining steps. Dropped outputs are not computed,
+because nothing in their loop uses them. Kept outputs are written in place into the result.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,18 @@ from curvax._slicing import Rows
 from curvax._types import Carry, PyTree, Size
 from curvax.loops.scan_program import Outputs, ScanProgram, save_all_but_reads, unroll_within
 
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
 State: TypeAlias = tuple[Carry, PyTree]
-"""Of the loop over groups: the carry, and the buffers for the kept outputs."""
+"""The state of the loop over groups: the carry, and the buffers for the kept outputs."""
 
 
 def sliced_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: PyTree,
-    xs: PyTree,
+    f: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -34,7 +38,7 @@ def sliced_scan(
     start: int | None = None,
     stop: int | None = None,
     step: int | None = None,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[C, Y]:
     """Scan, and keep only a slice of the outputs.
 
     Equal to
@@ -42,27 +46,29 @@ def sliced_scan(
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
         ys = jax.tree.map(lambda leaf: leaf[start:stop:step], ys)
 
-    except that outputs outside the slice are neither stored nor computed. The carry runs through
-    all steps as ever. Works in forward and reverse mode; for a reverse pass that does not
-    remember every step, see `checkpoint_chunked_scan`.
+    except that outputs outside the slice are neither stored nor computed. The carry passes through
+    all steps. Forward and reverse mode work. The reverse pass saves the residuals of every step;
+    `checkpoint_chunked_scan` does not.
 
     Arguments:
-        f: the body, `(carry, x) -> (carry, y)`. It is traced once.
-        init: the first carry.
-        xs: what to scan over, along leading axes, or None.
-        length: the number of steps; needed if `xs` has no leaves.
-        reverse: run from the last position to the first.
-        unroll: the most steps to unroll in the innermost loop.
-        start: as in a Python slice, of any sign.
-        stop: as in a Python slice, of any sign.
-        step: as in a Python slice, of any sign but zero.
+        f: Body of the scan, `(carry, x) -> (carry, y)`. It is traced once.
+        init: Initial carry, a pytree of arrays.
+        xs: Pytree of arrays to scan over along their leading axes, or None.
+        length: Number of steps; required if `xs` has no leaves.
+        reverse: Whether to run from the last position to the first.
+        unroll: Maximum number of steps to unroll in the innermost loop; True unrolls all.
+        start: First position of the slice. A negative one counts from the end; None is the first
+            position, or the last if `step` is negative.
+        stop: Position that ends the slice and is not part of it. A negative one counts from the
+            end; None includes all positions from `start` on.
+        step: Distance between kept positions, None for 1. A negative one reverses the outputs.
 
     Returns:
-        The last carry, and the slice of the outputs.
+        The final carry, and the slice of the stacked outputs.
 
     Raises:
-        ValueError: if sizes disagree, or `step` is zero.
-        TypeError: if the body changes the type of the carry, or a bound is no integer.
+        ValueError: If sizes disagree, or `step` is zero.
+        TypeError: If the body changes the type of the carry, or a bound is not an integer.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -75,7 +81,7 @@ def sliced_scan(
     """
     program = ScanProgram.of(f, init, xs, length, reverse)
     bounds = _bounds(start, stop, step)
-    if range(program.length)[bounds] == range(program.length):  # All are kept.
+    if range(program.length)[bounds] == range(program.length):
         within = unroll_within(unroll, program.length)
         return program.steps(program.init, 0, program.length, within)
     with program.mesh():
@@ -84,31 +90,31 @@ def sliced_scan(
 
 def _run(program: ScanProgram, kept: "_Kept", unroll: int | bool) -> tuple[Carry, PyTree]:
     outputs = Outputs(program, kept.count)
-    # The last kept step is a group of its own, unless as many steps follow it as the others.
+    # The last kept step forms a group only if at least `gap - 1` steps follow it.
     groups = kept.count if kept.after >= kept.gap - 1 else kept.count - 1
 
     def skip(program: ScanProgram, carry: Carry, time: Size, count: int) -> Carry:
         within = unroll_within(unroll, count)
         if not count:
             return carry
-        part = program.within(time, count)
-        body = lambda carry, offset: (part.step(carry, time + offset)[0], None)
+        inner = program.within(time, count)
+        body = lambda carry, offset: (inner.step(carry, time + offset)[0], None)
         return lax.scan(body, carry, jnp.arange(count), unroll=within)[0]
 
-    def keep(program: ScanProgram, state: State, time: Size, number: Size) -> State:
+    def keep(program: ScanProgram, state: State, time: Size, index: Size) -> State:
         carry, buffers = state
         carry, y = program.step(carry, time)
         y = jax.tree.map(lambda leaf: leaf[None], y)
-        return carry, outputs.write(buffers, y, Rows(kept.slot(number), 1))
+        return carry, outputs.write(buffers, y, Rows(kept.slot(index), 1))
 
     @save_all_but_reads
-    def run_group(state: State, time: Size, number: Size) -> State:
+    def run_group(state: State, time: Size, index: Size) -> State:
         inner = program.within(time, kept.gap)
-        carry, buffers = keep(inner, state, time, number)
+        carry, buffers = keep(inner, state, time, index)
         return skip(inner, carry, time + 1, kept.gap - 1), buffers
 
-    def group(state: State, number: Size) -> tuple[State, None]:
-        return run_group(state, kept.first + number * kept.gap, number), None
+    def group(state: State, index: Size) -> tuple[State, None]:
+        return run_group(state, kept.first + index * kept.gap, index), None
 
     state = skip(program, program.init, 0, kept.first), outputs.allocate()
     if groups > 0:
@@ -123,13 +129,18 @@ def _run(program: ScanProgram, kept: "_Kept", unroll: int | bool) -> tuple[Carry
 
 @dataclass(frozen=True)
 class _Kept:
-    """The steps whose output is kept, by the time at which they run, and where they go."""
+    """The steps whose output is kept, by their time (index in the order of execution)."""
 
     first: int
+    """Time of the first kept step."""
     gap: int
+    """Number of steps from one kept step to the next."""
     count: int
+    """Number of kept steps."""
     after: int
+    """Number of steps after the last kept one."""
     descending: bool
+    """Whether later steps come first in the result."""
 
     @classmethod
     def of(cls, program: ScanProgram, bounds: slice) -> "_Kept":
@@ -142,12 +153,12 @@ class _Kept:
         gap = ascending.step if len(times) > 1 else 1
         return cls(ascending[0], gap, len(times), last - ascending[-1], ascending[0] != times[0])
 
-    def slot(self, number: Size) -> Size:
-        """Where the kept step of that number, in the order of running, goes in the result."""
-        return self.count - 1 - number if self.descending else number
+    def slot(self, index: Size) -> Size:
+        """Return the row of the result that the kept step of this index writes."""
+        return self.count - 1 - index if self.descending else index
 
 
-def _bounds(start: Any, stop: Any, step: Any) -> slice:
+def _bounds(start: int | None, stop: int | None, step: int | None) -> slice:
     for name, bound in (("start", start), ("stop", stop), ("step", step)):
         if bound is not None and as_integer(bound) is None:
             raise TypeError(

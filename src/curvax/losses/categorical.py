@@ -1,14 +1,14 @@
-"""The losses of one class among several, given by its logits: softmax cross-entropy.
+"""Softmax cross-entropy: the losses of one class among several, as functions of the logits.
 
-With `p = softmax(logits)` the Fisher matrix of one example, and its Hessian, is `diag(p) − p pᵀ`.
-With q the entry-wise square root of p, `B = diag(q) − p qᵀ` is a factor of it, because `qᵀq = 1`.
+With `p = softmax(logits)`, the Fisher matrix of one example is `diag(p) − p pᵀ`, and so is its
+Hessian. With q the elementwise square root of p, `B = diag(q) − p qᵀ` is a factor of it:
+`B Bᵀ = diag(p) − 2 p pᵀ + p (qᵀq) pᵀ`, and `qᵀq = 1`.
 
-A mask leaves examples out: their loss is the constant 0, whatever their logits and targets are,
-also if these are infinite, NaN, or no class.
+The loss of a masked example is the constant 0 for any logits and targets, also if these are
+infinite, NaN, or not a class.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,18 @@ from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTar
 
 
 class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
-    """The negative log-probability of a class, as a loss of the logits of all classes.
+    """The negative log-probability of a class, as a function of the logits of all classes.
 
     With `p = softmax(logits)` that is `-log(p[target])`. The Fisher matrix of one example is
     `diag(p) − p pᵀ`.
 
     Arguments:
-        logits: the predictions, classes along the last axis.
-        targets: the number of the right class, integers of the shape `logits.shape[:-1]`. The loss
-            of a number that is no class is NaN.
-        mask: zeros and ones, or booleans, of the shape `logits.shape[:-1]`. The loss, its gradient
-            and its curvature are zero where the mask is.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        logits: Predictions, with classes along the last axis.
+        targets: Indices of the true classes: integers of shape `logits.shape[:-1]`. The loss of an
+            index out of range is NaN.
+        mask: Zeros and ones, or booleans, of shape `logits.shape[:-1]`. Where the mask is zero, so
+            are the loss, its gradient and its curvature.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -58,15 +58,15 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
 
     @property
     def mask(self) -> Array | None:
-        """Which examples count."""
+        """The mask, or None."""
         return self._mask
 
-    def _further(self) -> tuple[Any, ...]:
+    def _further_independants(self) -> tuple[ArrayLike, ...]:
         return () if self._mask is None else (self._mask,)
 
     @property
     def dist(self) -> Categorical:
-        """The categorical distribution of each example, masked or not."""
+        """The categorical distribution of each example; the mask plays no part."""
         return Categorical(self._logits)
 
     @property
@@ -77,34 +77,35 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
     def copy_with_different_inputs(
         self, parameter_dependants: Sequence[Array]
     ) -> "CategoricalLogitsNegativeLogProbLoss":
-        """The same loss of other logits.
+        """Return the same loss of other logits.
 
         Arguments:
-            parameter_dependants: a sequence of one array.
+            parameter_dependants: A sequence of one array, the logits.
 
         Returns:
             A loss with the same targets, mask and weight.
 
         Raises:
-            ValueError: if there is not exactly one array.
+            ValueError: If there is not exactly one array.
         """
         (logits,) = self.checked_inputs(parameter_dependants)
         return type(self)(logits, self._targets, self._mask, self._weight)
 
-    def evaluate_unweighted(self, targets: Any) -> Array:
-        """The negative log-probability of each example's class, zero where masked."""
-        # What is left out is replaced before anything is computed, so that no NaN gets through.
+    def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
+        """Compute the negative log-probability of each example's class, zero where masked."""
+        assert targets is not None  # `needs_targets`
+        # Masked entries are replaced first: 0 * NaN is NaN, in the gradient too.
         unmasked = type(self)(self._kept(self._logits))
         return self._kept(-unmasked.dist.log_prob(self._kept(jnp.asarray(targets))))
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
-        """As `multiply_fisher`, without the weight."""
+        """Multiply each example's vector by `diag(p) − p pᵀ`."""
         probs = jnp.exp(self._log_probs)
         x = probs * vector[0].astype(probs.dtype)
         return (self._kept((x - probs * _sum(x)).astype(vector[0].dtype)),)
 
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array]:
-        """As `multiply_fisher_factor`, without the weight."""
+        """Multiply each example's vector by `diag(q) − p qᵀ`, with `q = sqrt(p)`."""
         log_probs = self._log_probs
         x = jnp.exp(0.5 * log_probs) * vector.astype(log_probs.dtype)
         return (self._kept((x - jnp.exp(log_probs) * _sum(x)).astype(vector.dtype)),)
@@ -114,7 +115,7 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
         return jax.nn.log_softmax(widened(self._kept(self._logits)))
 
     def _kept(self, x: Array) -> Array:
-        """`x` where the mask is one, else zero."""
+        """Set `x` to zero where the mask is."""
         if self._mask is None:
             return x
         mask = self._mask.astype(bool)
@@ -122,16 +123,18 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
 
 
 class OneHotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
-    """As `CategoricalLogitsNegativeLogProbLoss`, with targets that are one-hot vectors.
+    """Softmax cross-entropy with targets that are one-hot vectors or probabilities.
 
-    Targets may also be probabilities of classes that sum to one: the loss is then the
-    cross-entropy between the two distributions.
+    Equal to `CategoricalLogitsNegativeLogProbLoss` for one-hot targets. Targets may also be
+    probabilities of the classes that sum to one; the loss is then the cross-entropy between the two
+    distributions, `-sum(targets * log(softmax(logits)))`.
 
     Arguments:
-        logits: the predictions, classes along the last axis.
-        targets: one-hot vectors, or probabilities, of the shape of the logits.
-        mask: zeros and ones, or booleans, of the shape `logits.shape[:-1]`.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        logits: Predictions, with classes along the last axis.
+        targets: One-hot vectors or probabilities, of the shape of the logits.
+        mask: Zeros and ones, or booleans, of shape `logits.shape[:-1]`. Where the mask is zero, so
+            are the loss, its gradient and its curvature.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -144,7 +147,7 @@ class OneHotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
     @property
     def dist(self) -> OneHotCategorical:
-        """The categorical distribution of each example, its outcomes one-hot vectors."""
+        """The categorical distribution of each example, with one-hot outcomes."""
         return OneHotCategorical(self._logits)
 
 

@@ -1,12 +1,12 @@
-"""The predictive distributions of the losses: to draw targets from, and to ask for log-probs.
+"""Predictive distributions of the losses: sampling of targets, log-probabilities, entropies.
 
-All of them are for batches. For `Normal` and `Bernoulli` an outcome is everything but the first
-axis, its entries independent, and `log_prob` is one number for each example. For `Categorical` and
-`OneHotCategorical` an outcome is one class of those along the last axis.
+All of them are batched. For `Normal` and `Bernoulli`, an outcome spans all axes but the first, with
+independent entries, and `log_prob` returns one number per example. For `Categorical` and
+`OneHotCategorical`, an outcome is one of the classes along the last axis.
 
-Half precision: what is computed is computed in float32. Log-probabilities, entropies and
-probabilities are cast back. Samples of a `Normal` stay in float32, because rounding them would
-change their variance.
+Half-precision parameters are computed with in float32. Log-probabilities, entropies and
+probabilities are cast back. Samples of a `Normal` stay in float32, because rounding would change
+their variance.
 """
 
 import math
@@ -22,39 +22,39 @@ from curvax.losses.loss_function import over_examples, sum_of_events, widened
 
 @dataclass(frozen=True, eq=False)
 class Normal:
-    """Independent normal variables: one outcome is an array of them.
+    """Arrays of independent normal variables.
 
     Arguments:
-        loc: their means, examples along the first axis.
-        variance: their variances: a number, one for each example, or one for each variable.
+        loc: Means, with examples along the first axis.
+        variance: Variances: a scalar, one per example, or one per variable.
     """
 
     loc: Array
     variance: ArrayLike
 
     def mean(self) -> Array:
-        """The means."""
+        """Return the means."""
         return self.loc
 
     def stddev(self) -> Array:
-        """The standard deviations, in the shape of the means."""
+        """Return the standard deviations, in the shape of the means."""
         return jnp.sqrt(self._variances).astype(self.loc.dtype)
 
     def sample(self, *, seed: Array) -> Array:
-        """One outcome for each example, drawn with this random key."""
+        """Sample one outcome per example with a random key."""
         loc = widened(self.loc)
         noise = jax.random.normal(seed, loc.shape, loc.dtype)
         return loc + jnp.sqrt(self._variances) * noise
 
     def log_prob(self, value: ArrayLike) -> Array:
-        """The logarithm of the density at each example's outcome."""
+        """Return the log-density of each example's outcome."""
         loc, variances = widened(self.loc), self._variances
         distance = jnp.asarray(value).astype(loc.dtype) - loc
         terms = distance**2 / variances + jnp.log(2 * math.pi * variances)
         return sum_of_events(-0.5 * terms).astype(self.loc.dtype)
 
     def entropy(self) -> Array:
-        """The differential entropy of each example's outcome."""
+        """Return the differential entropy for each example."""
         terms = 1 + jnp.log(2 * math.pi * self._variances)
         return sum_of_events(0.5 * terms).astype(self.loc.dtype)
 
@@ -66,10 +66,10 @@ class Normal:
 
 @dataclass(frozen=True, eq=False)
 class Bernoulli:
-    """Independent variables that are 0 or 1: one outcome is an array of them.
+    """Arrays of independent variables that are 0 or 1.
 
     Arguments:
-        logits: the logarithms of the odds of a 1, examples along the first axis.
+        logits: Log-odds of a 1, with examples along the first axis.
     """
 
     logits: Array
@@ -80,23 +80,23 @@ class Bernoulli:
         return jax.nn.sigmoid(widened(self.logits)).astype(self.logits.dtype)
 
     def mean(self) -> Array:
-        """The probability of a 1, for each variable."""
+        """Return the probability of a 1, for each variable."""
         return self.probs
 
     def sample(self, *, seed: Array) -> Array:
-        """Zeros and ones in the dtype of the logits, drawn with this random key."""
+        """Sample zeros and ones, in the dtype of the logits, with a random key."""
         probs = jax.nn.sigmoid(widened(self.logits))
         return jax.random.bernoulli(seed, probs).astype(self.logits.dtype)
 
     def log_prob(self, value: ArrayLike) -> Array:
-        """The logarithm of the probability of each example's outcome; fractions interpolate."""
+        """Return the log-probability of each example's outcome; fractions interpolate."""
         logits = widened(self.logits)
         ones = jnp.asarray(value).astype(logits.dtype)
         terms = ones * jax.nn.log_sigmoid(logits) + (1 - ones) * jax.nn.log_sigmoid(-logits)
         return sum_of_events(terms).astype(self.logits.dtype)
 
     def entropy(self) -> Array:
-        """The entropy of each example's outcome."""
+        """Return the entropy for each example."""
         logits = widened(self.logits)
         terms = jax.nn.softplus(logits) - logits * jax.nn.sigmoid(logits)
         return sum_of_events(terms).astype(self.logits.dtype)
@@ -104,10 +104,10 @@ class Bernoulli:
 
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """One class out of those along the last axis, by its number.
+    """One of the classes along the last axis, by its index.
 
     Arguments:
-        logits: the logarithms of the probabilities, up to a constant for each example.
+        logits: Log-probabilities, up to a constant per example.
     """
 
     logits: Array
@@ -118,48 +118,48 @@ class Categorical:
         return jax.nn.softmax(widened(self.logits)).astype(self.logits.dtype)
 
     def mean(self) -> Array:
-        """The probability of each class: the mean of the outcome as a one-hot vector."""
+        """Return the probability of each class: the mean of the one-hot outcome."""
         return self.probs
 
     def sample(self, *, seed: Array) -> Array:
-        """The number of a class for each example, drawn with this random key."""
+        """Sample the index of a class per example with a random key."""
         return jax.random.categorical(seed, widened(self.logits))
 
     def log_prob(self, value: ArrayLike) -> Array:
-        """The logarithm of the probability of each example's class; NaN if there is none such."""
+        """Return the log-probability of each example's class; NaN for an index out of range."""
         log_probs, classes = jax.nn.log_softmax(widened(self.logits)), jnp.asarray(value)
         nearest = jnp.clip(classes, 0, log_probs.shape[-1] - 1)
         chosen = jnp.take_along_axis(log_probs, nearest[..., None], axis=-1)[..., 0]
-        # As a factor, the NaN reaches the gradient too.
+        # As a factor, NaN reaches the gradient too.
         exists = jnp.where(classes == nearest, 1, jnp.nan)
         return (chosen * exists).astype(self.logits.dtype)
 
     def entropy(self) -> Array:
-        """The entropy of each example's class."""
+        """Return the entropy for each example."""
         log_probs = jax.nn.log_softmax(widened(self.logits))
         return -_weighted_sum(jnp.exp(log_probs), log_probs).astype(self.logits.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class OneHotCategorical(Categorical):
-    """One class out of those along the last axis, as a one-hot vector.
+    """One of the classes along the last axis, as a one-hot vector.
 
     Arguments:
-        logits: the logarithms of the probabilities, up to a constant for each example.
+        logits: Log-probabilities, up to a constant per example.
     """
 
     def sample(self, *, seed: Array) -> Array:
-        """A one-hot vector for each example, drawn with this random key."""
+        """Sample a one-hot vector per example with a random key."""
         classes = super().sample(seed=seed)
         return jax.nn.one_hot(classes, self.logits.shape[-1], dtype=self.logits.dtype)
 
     def log_prob(self, value: ArrayLike) -> Array:
-        """The logarithm of the probability of each example's class; fractions interpolate."""
+        """Return the log-probability of each example's class; fractions interpolate."""
         log_probs = jax.nn.log_softmax(widened(self.logits))
         weights = jnp.asarray(value).astype(log_probs.dtype)
         return _weighted_sum(weights, log_probs).astype(self.logits.dtype)
 
 
 def _weighted_sum(weights: Array, log_probs: Array) -> Array:
-    """The sum over classes, where an impossible class of no weight counts for nothing."""
+    """Sum over classes, with `0 * -inf = 0` for an impossible class of zero weight."""
     return jnp.sum(weights * jnp.where(weights == 0, 0, log_probs), axis=-1)

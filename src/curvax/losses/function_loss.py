@@ -1,13 +1,13 @@
-"""`FunctionLoss`: any per-example function as a loss, as `register_loss` registers it.
+"""`FunctionLoss`: a user-supplied function of one example as a loss; see `register_loss`.
 
-Its GGN is the Hessian of the function in the prediction, one (n, n) block for each example, by
-autodiff. An eigendecomposition `V diag(λ) Vᵀ` gives the factor `B = V diag(sqrt(λ))` and shows
-whether the function is convex here. If it is not, there is no factor, and that is an error: at once
-where values are known, and from a callback inside a compiled program, which then fails.
+Its GGN is the Hessian of the function in the prediction by autodiff, one (n, n) block per example.
+An eigendecomposition `V diag(λ) Vᵀ` gives the factor `B = V diag(sqrt(λ))` and shows whether the
+function is convex at the prediction. If it is not, there is no factor. That raises an error: at
+once where values are concrete, from a callback inside a compiled program.
 
-A tag carries no functions among its operands, so there is a tag for each function. JAX never
-forgets a primitive, so a tag must not keep its function alive: it refers to it weakly, and the
-traced programs that contain the tag hold the function for it, as a parameter of the operation.
+The operands of a tag are arrays, so there is one tag for each function. JAX keeps primitives alive
+for ever, so a tag must not hold its function: it has a weak reference, and the traced programs that
+contain the tag hold the function, as a parameter of the equation.
 """
 
 import math
@@ -27,13 +27,13 @@ from curvax.losses.tag import LossTag
 
 
 class FunctionLoss(WithTargets, LossFunction):
-    """A loss that is a function of one example; what `register_loss` registers.
+    """A loss that is given as a function of one example, as `register_loss` registers it.
 
     Arguments:
-        fn: a function of one prediction and, if there are targets, one target, to a scalar.
-        predictions: the predictions, examples along the first axis.
-        targets: the targets, examples along the first axis.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        fn: A function from one prediction and, if there are targets, one target to a scalar.
+        predictions: Predictions, with examples along the first axis.
+        targets: Targets, with examples along the first axis.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
     """
 
     def __init__(
@@ -52,46 +52,46 @@ class FunctionLoss(WithTargets, LossFunction):
         return (self._predictions,)
 
     def copy_with_different_inputs(self, parameter_dependants: Sequence[Array]) -> "FunctionLoss":
-        """The same loss of other predictions.
+        """Return the same loss of other predictions.
 
         Arguments:
-            parameter_dependants: a sequence of one array.
+            parameter_dependants: A sequence of one array, the predictions.
 
         Returns:
             A loss with the same function, targets and weight.
 
         Raises:
-            ValueError: if there is not exactly one array.
+            ValueError: If there is not exactly one array.
         """
         (predictions,) = self.checked_inputs(parameter_dependants)
         return type(self)(self._fn, predictions, self._targets, self._weight)
 
-    def evaluate_unweighted(self, targets: Any) -> Array:
-        """The function of each example."""
+    def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
+        """Compute the function of each example."""
         others = () if targets is None else (widened(targets),)
         values = jax.vmap(self._fn)(widened(self._predictions), *others)
         return jnp.asarray(values).astype(self._predictions.dtype)
 
     def multiply_ggn_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
-        """As `multiply_ggn`, without the weight."""
-        # Not by way of the eigenvectors, which have no derivatives where eigenvalues are equal.
+        """Multiply each example's vector by its Hessian."""
+        # Not as `B Bᵀ`: eigenvectors have no derivatives where eigenvalues are equal.
         hessians, (x,) = self._hessians(), vector
         eigenvalues = jnp.linalg.eigvalsh(jax.lax.stop_gradient(hessians))
         hessians = jnp.where(_refused(eigenvalues, self._fn), jnp.nan, hessians)
         return (self._product("bij,bj->bi", hessians, self._flat(x)),)
 
     def multiply_ggn_factor_unweighted(self, vector: Array) -> tuple[Array]:
-        """As `multiply_ggn_factor`, without the weight."""
+        """Multiply each example's vector by `V diag(sqrt(λ))`."""
         return (self._product("bij,bj->bi", self._factor(), self._flat(vector)),)
 
     def multiply_ggn_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
-        """As `multiply_ggn_factor_transpose`, without the weight."""
+        """Multiply each example's vector by `diag(sqrt(λ)) Vᵀ`."""
         (x,) = vector
         return self._product("bij,bi->bj", self._factor(), self._flat(x))
 
     @property
     def ggn_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_ggn_factor` takes: that of the predictions."""
+        """The shape of the argument of `multiply_ggn_factor`: that of the predictions."""
         return self._predictions.shape
 
     def _flat(self, x: Array) -> Array:
@@ -102,7 +102,7 @@ class FunctionLoss(WithTargets, LossFunction):
         return product.reshape(self._predictions.shape).astype(self._predictions.dtype)
 
     def _factor(self) -> Array:
-        """The factor `V diag(sqrt(λ))` of each example. What is negative by rounding is zero."""
+        """Return `V diag(sqrt(λ))` of each example; eigenvalues below zero by rounding are zero."""
         eigenvalues, eigenvectors = jnp.linalg.eigh(self._hessians())
         roots = jnp.sqrt(jnp.maximum(eigenvalues, 0))
         roots = jnp.where(_refused(eigenvalues, self._fn), jnp.nan, roots)
@@ -116,22 +116,23 @@ class FunctionLoss(WithTargets, LossFunction):
 
 
 class FunctionLossTag(LossTag):
-    """The tag of the losses that are one function. It does not keep the function alive."""
+    """The tag of all losses with one function, which it does not keep alive."""
 
     def __init__(self, reference: Callable[[], Fun | None]) -> None:
         super().__init__(FunctionLoss, ["predictions"], ["targets", "weight"])
         self._reference = reference
 
-    def loss(self, *args: Any, args_names: Sequence[str]) -> FunctionLoss:
-        """The loss itself, made of the operands of a tag."""
-        return FunctionLoss(self._held(), **dict(zip(args_names, args, strict=True)))
+    def loss(self, *args: ArrayLike, args_names: Sequence[str]) -> FunctionLoss:
+        """Return the loss of the operands of a bound tag."""
+        arrays: dict[str, Any] = dict(zip(args_names, args, strict=True))
+        return FunctionLoss(self._function(), **arrays)
 
-    def bind(self, *args: Any, args_names: Sequence[str], **params: Any) -> list[Any]:
-        """Tag a loss. Whoever holds the operation also holds the function."""
-        params = {"function": _jax.Same(self._held()), **params}
+    def bind(self, *args: ArrayLike, args_names: Sequence[str], **params: Any) -> list[Array]:
+        """Register a loss. The equation, and so the traced program, holds the function."""
+        params = {"function": _jax.Same(self._function()), **params}
         return super().bind(*args, args_names=args_names, **params)
 
-    def _held(self) -> Fun:
+    def _function(self) -> Fun:
         fn = self._reference()
         if fn is None:
             raise ReferenceError(
@@ -141,11 +142,11 @@ class FunctionLossTag(LossTag):
         return fn
 
 
-_tags: dict[int, FunctionLossTag] = {}  # By the identity of a function, for as long as it lives.
+_tags: dict[int, FunctionLossTag] = {}  # By the id of a function, for as long as it lives.
 
 
 def tag_of(fn: Fun) -> FunctionLossTag:
-    """The one tag of a function."""
+    """Return the tag of a function, always the same one."""
     tag = _tags.get(id(fn))
     if tag is None:
         reference = _reference(fn)
@@ -156,7 +157,7 @@ def tag_of(fn: Fun) -> FunctionLossTag:
 
 
 def _reference(fn: Fun) -> Callable[[], Fun | None]:
-    """A weak reference, or a strong one to what cannot be referred to weakly."""
+    """Return a weak reference, or a strong one if the object does not support weak references."""
     try:
         return weakref.ref(fn)
     except TypeError:
@@ -164,10 +165,10 @@ def _reference(fn: Fun) -> Callable[[], Fun | None]:
 
 
 def _refused(eigenvalues: Array, fn: Fun) -> Array:
-    """Refuse Hessians with these eigenvalues if one is negative by more than rounding.
+    """Raise an error if an eigenvalue of a Hessian is negative by more than rounding.
 
-    Returns whether that is so, for results to be NaN: some devices hand them out before the error
-    arrives, and they shall not look right.
+    Returns whether that is so. Callers set their results to NaN then: some devices return results
+    before the callback raises its error, and they must not look valid.
     """
     if not eigenvalues.size:
         return jnp.array(False)
@@ -181,14 +182,14 @@ def _refused(eigenvalues: Array, fn: Fun) -> Array:
     values = margins[worst] < 0, smallest[worst], largest[worst]
     name = getattr(fn, "__name__", repr(fn))
 
-    def refuse(indefinite: Any, smallest: Any, largest: Any) -> None:
+    def refuse(indefinite: ArrayLike, smallest: ArrayLike, largest: ArrayLike) -> None:
         if np.any(indefinite):
             raise ValueError(
                 f"curvax.register_loss: the Hessian of {name!r} in the prediction has a negative "
-                f"eigenvalue, {np.min(smallest):.3g}, beside {np.max(largest):.3g} for the largest "
-                f"absolute value. A GGN must be positive semi-definite: register a function that "
-                f"is convex in the prediction, or write a subclass of curvax.LossFunction with a "
-                f"curvature of your choice."
+                f"eigenvalue, {np.min(smallest):.3g}, where the largest absolute value is "
+                f"{np.max(largest):.3g}. A GGN must be positive semi-definite: register a function "
+                f"that is convex in the prediction, or write a subclass of curvax.LossFunction "
+                f"with a curvature of your choice."
             )
 
     if _jax.is_tracer(values[0]):

@@ -1,12 +1,16 @@
-"""The bases of all losses: what curvature needs to know of a loss.
+"""`LossFunction` and its bases: a loss as curvature sees it.
 
-Training minimises the mean over the batch of `weight * loss(prediction, target)`. Around a point,
-curvature in the predictions is a matrix G, one block for each example, and a factor B of it with
-`G = B Bᵀ`. Nobody forms these matrices: a loss multiplies vectors by them.
+Training minimises the batch mean of `weight * loss(prediction, target)`. The curvature of the loss
+in the predictions is a PSD matrix G with one block per example, and a factor B of it with
+`G = B Bᵀ`: the Gauss-Newton matrix of a model with Jacobian J is `Jᵀ G J` (Schraudolph 2002, "Fast
+curvature matrix-vector products for second-order gradient descent"). If the loss is a negative
+log-probability, G is its Fisher matrix (Martens 2020, "New insights and perspectives on the natural
+gradient method"). Neither G nor B is formed: a loss multiplies vectors by them.
 
-A class of losses says how to evaluate itself and how to multiply by B. The gradient, the transpose
-of B, G itself and single columns of B follow from these by autodiff, and may be overridden by
-something cheaper. Methods whose names end in `_unweighted` leave the weight to the others.
+A subclass evaluates the loss and multiplies by B. The gradient, the transpose of B, G itself and
+single columns of B follow by autodiff; a subclass overrides them where it knows something cheaper.
+Subclasses implement the methods whose names end in `_unweighted`. Those without the suffix call
+them and apply the weight.
 """
 
 import abc
@@ -24,15 +28,15 @@ Factor = Callable[[Array], tuple[Array, ...]]
 
 
 class LossFunction(abc.ABC):
-    """A loss of a batch of predictions, as curvature sees it. The base of all losses.
+    """The loss of a batch of predictions, with its gradient and curvature in these predictions.
 
-    To make a class of your own, give it a constructor that takes its arrays by name, the
+    To write a loss, subclass it with a constructor whose arrays can be passed by name, the
     properties `targets`, `parameter_dependants`, `parameter_independants` and
     `ggn_factor_inner_shape`, and the methods `copy_with_different_inputs`, `evaluate_unweighted`
-    and `multiply_ggn_factor_unweighted`. A loss is a value: what its constructor sets stays.
+    and `multiply_ggn_factor_unweighted`. A loss is immutable: attributes can be set once.
 
     Arguments:
-        weight: what the loss is multiplied by, a number, or one for each example.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         The loss `cosh(prediction)`. Its second derivative is `cosh(prediction)` too.
@@ -63,10 +67,10 @@ class LossFunction(abc.ABC):
     """
 
     needs_targets: bool = False
-    """Whether there is no loss without targets."""
+    """Whether the loss cannot be evaluated without targets."""
 
     least_axes: int = 1
-    """How many axes a prediction has at least, with that of the batch."""
+    """Minimum number of axes of a prediction, the batch axis included."""
 
     def __init__(self, weight: ArrayLike) -> None:
         self._weight = weight
@@ -82,7 +86,7 @@ class LossFunction(abc.ABC):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Only asked for what a loss does not have.
+            # Python calls this only for attributes that the loss does not have.
             if "fisher" in name or name in ("grad_of_evaluate_on_sample", "sample", "dist"):
                 raise AttributeError(
                     f"curvax: {type(self).__name__} has no {name!r}: it is a loss without a "
@@ -94,50 +98,65 @@ class LossFunction(abc.ABC):
 
     @property
     def weight(self) -> ArrayLike:
-        """What the loss is multiplied by."""
+        """The factor of the loss: a scalar, or one per example."""
         return self._weight
 
     @property
     @abc.abstractmethod
     def targets(self) -> Array | None:
-        """The targets, if the loss has any."""
+        """The targets, or None."""
 
     @property
     @abc.abstractmethod
     def parameter_dependants(self) -> tuple[Array, ...]:
-        """The arrays that depend on parameters: what curvature is taken in."""
+        """The arrays that depend on the model's parameters: the predictions."""
 
     @property
     def num_parameter_dependants(self) -> int:
-        """How many arrays depend on parameters."""
+        """The number of arrays in `parameter_dependants`."""
         return len(self.parameter_dependants)
 
     @property
     @abc.abstractmethod
     def parameter_independants(self) -> tuple[ArrayLike, ...]:
-        """The arrays that do not depend on parameters, as far as they are given."""
+        """The arrays that do not depend on the model's parameters, optional ones only if given."""
 
     @property
     def num_parameter_independants(self) -> int:
-        """How many arrays that do not depend on parameters are given."""
+        """The number of arrays in `parameter_independants`."""
         return len(self.parameter_independants)
 
     @abc.abstractmethod
     def copy_with_different_inputs(self, parameter_dependants: Sequence[Array]) -> "LossFunction":
-        """The same loss of other arrays in the place of `parameter_dependants`.
+        """Return the same loss at other predictions.
 
         Arguments:
-            parameter_dependants: as many arrays as there are now.
+            parameter_dependants: Arrays that replace `parameter_dependants`, equally many.
 
         Returns:
-            A loss with the same targets and weight, and whatever else this one has.
+            A loss with the same targets, weight and other arguments.
 
         Raises:
-            ValueError: if there are more or fewer arrays.
+            ValueError: If there are more or fewer arrays.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(jnp.zeros((1, 2)), weight=3.0)
+            >>> other = loss.copy_with_different_inputs((jnp.ones((1, 2)),))
+            >>> other.parameter_dependants, other.weight
+            ((Array([[1., 1.]], dtype=float32),), 3.0)
         """
 
     def checked_inputs(self, parameter_dependants: Sequence[Array]) -> tuple[Array, ...]:
-        """The arrays themselves, if there are as many as this loss has `parameter_dependants`."""
+        """Return the arrays as a tuple, after checking that they are as many as this loss has.
+
+        Arguments:
+            parameter_dependants: Arrays that replace `parameter_dependants`.
+
+        Raises:
+            ValueError: If there are more or fewer arrays.
+        """
         given, expected = len(parameter_dependants), self.num_parameter_dependants
         if given != expected:
             raise ValueError(
@@ -148,32 +167,43 @@ class LossFunction(abc.ABC):
         return tuple(parameter_dependants)
 
     @abc.abstractmethod
-    def evaluate_unweighted(self, targets: Any) -> Array:
-        """The loss of each example, without the weight.
+    def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
+        """Compute the loss of each example, without the weight.
 
         Arguments:
-            targets: what the predictions are compared with; None for the `targets` of a loss
-                that has none and needs none.
+            targets: What the predictions are compared with. Unlike in `evaluate`, None does not
+                stand for the targets of the loss: it means that there are none.
 
         Returns:
-            An array of one number for each example.
+            An array with one number per example.
         """
 
     def evaluate(
         self, targets: ArrayLike | None = None, coefficient_mode: str = "regular"
     ) -> Array:
-        """The loss of each example, neither summed nor averaged.
+        """Compute the loss of each example, neither summed nor averaged.
 
         Arguments:
-            targets: in place of the loss's own targets.
+            targets: Targets to use in place of those of the loss.
             coefficient_mode: "regular" for `weight * loss`, "sqrt" for `sqrt(weight) * loss`,
-                "off" for the loss alone.
+                "off" for the loss without its weight.
 
         Returns:
-            An array of one number for each example.
+            An array with one number per example.
 
         Raises:
-            ValueError: if the loss needs targets and there are none, or the mode is another word.
+            ValueError: If the loss needs targets and there are none, or `coefficient_mode` is none
+                of the three.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> logits, targets = jnp.zeros((2, 2)), jnp.array([0, 1])
+            >>> loss = curvax.CategoricalLogitsNegativeLogProbLoss(logits, targets, weight=2.0)
+            >>> loss.evaluate().round(2)  # 2 log(2)
+            Array([1.39, 1.39], dtype=float32)
+            >>> loss.evaluate(coefficient_mode="off").round(2)
+            Array([0.69, 0.69], dtype=float32)
         """
         value = self.evaluate_unweighted(self._checked_targets(targets, coefficient_mode))
         return value if coefficient_mode == "off" else self._times(value, coefficient_mode)
@@ -181,17 +211,28 @@ class LossFunction(abc.ABC):
     def grad_of_evaluate(
         self, targets: ArrayLike | None, coefficient_mode: str
     ) -> tuple[Array, ...]:
-        """The gradient of the sum of `evaluate` in the `parameter_dependants`.
+        """Compute the gradient of `sum(evaluate(…))` in the `parameter_dependants`.
 
         Arguments:
-            targets: in place of the loss's own targets.
-            coefficient_mode: as in `evaluate`.
+            targets: Targets to use in place of those of the loss; None for those of the loss.
+            coefficient_mode: "regular" for the gradient of `weight * loss`, "sqrt" for that of
+                `sqrt(weight) * loss`, "off" for that of the loss without its weight.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
 
         Raises:
-            ValueError: as `evaluate`.
+            ValueError: If the loss needs targets and there are none, or `coefficient_mode` is none
+                of the three.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(jnp.zeros((1, 2)), jnp.ones((1, 2)))
+            >>> loss.grad_of_evaluate(None, "regular")  # sigmoid(logits) - targets
+            (Array([[-0.5, -0.5]], dtype=float32),)
+            >>> loss.grad_of_evaluate(jnp.zeros((1, 2)), "regular")
+            (Array([[0.5, 0.5]], dtype=float32),)
         """
         targets = self._checked_targets(targets, coefficient_mode)
 
@@ -202,91 +243,196 @@ class LossFunction(abc.ABC):
         return pull_back(jnp.ones_like(value))
 
     def multiply_ggn(self, vector: Sequence[Array]) -> tuple[Array, ...]:
-        """The product of the GGN and a vector.
+        """Multiply a vector by the GGN.
 
-        The GGN (generalized Gauss-Newton matrix) of a loss is a positive semi-definite matrix in
-        its predictions, with a block for each example: the Hessian, where that is positive
-        semi-definite whatever the targets are; else a class says what it takes instead.
+        The GGN (generalized Gauss-Newton matrix) of a loss is a PSD matrix in its predictions, with
+        a block per example: the Hessian, where that is PSD for all targets. Otherwise the class
+        says which matrix takes its place.
 
         Arguments:
-            vector: arrays like the `parameter_dependants`.
+            vector: Arrays like the `parameter_dependants`.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> logits = jnp.zeros((1, 2))
+            >>> loss = curvax.CategoricalLogitsNegativeLogProbLoss(logits, weight=4.0)
+            >>> loss.multiply_ggn((jnp.array([[1.0, 0.0]]),))  # 4 (diag(p) - p pᵀ) e₀
+            (Array([[ 1., -1.]], dtype=float32),)
         """
         return self._weighted(self.multiply_ggn_unweighted(vector))
 
     def multiply_ggn_unweighted(self, vector: Sequence[Array]) -> tuple[Array, ...]:
-        """As `multiply_ggn`, without the weight."""
+        """Multiply a vector by the GGN without the weight: by `multiply_ggn` at weight one.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.5, weight=3.0)
+            >>> loss.multiply_ggn_unweighted((jnp.ones((1, 2)),))
+            (Array([[2., 2.]], dtype=float32),)
+        """
         inner = self.multiply_ggn_factor_transpose_unweighted(vector)
         return self.multiply_ggn_factor_unweighted(inner)
 
     def multiply_ggn_factor(self, vector: Array) -> tuple[Array, ...]:
-        """The product of the factor B of the GGN and a vector.
+        """Multiply a vector by the factor B of the GGN.
 
-        Any B with `B Bᵀ` equal to the GGN will do; it is the same in all methods of a loss.
+        B is any matrix with `B Bᵀ` equal to the GGN, the same one in all methods of a loss.
 
         Arguments:
-            vector: an array of the shape `ggn_factor_inner_shape`.
+            vector: An array of shape `ggn_factor_inner_shape`.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=1.0, weight=4.0)
+            >>> loss.multiply_ggn_factor(jnp.ones((1, 2)))  # The GGN is 4 I, so B is 2 I.
+            (Array([[2., 2.]], dtype=float32),)
         """
         return self._weighted(self.multiply_ggn_factor_unweighted(vector), "sqrt")
 
     @abc.abstractmethod
     def multiply_ggn_factor_unweighted(self, vector: Array) -> tuple[Array, ...]:
-        """As `multiply_ggn_factor`, without the weight."""
-
-    def multiply_ggn_factor_transpose(self, vector: Sequence[Array]) -> Array:
-        """The product of the transpose of the factor B of the GGN and a vector.
+        """Multiply a vector by B without the weight: by `multiply_ggn_factor` at weight one.
 
         Arguments:
-            vector: arrays like the `parameter_dependants`.
+            vector: An array of shape `ggn_factor_inner_shape`.
 
         Returns:
-            An array of the shape `ggn_factor_inner_shape`.
+            A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_ggn_factor_unweighted(jnp.ones((1, 2)))
+            (Array([[2., 2.]], dtype=float32),)
+        """
+
+    def multiply_ggn_factor_transpose(self, vector: Sequence[Array]) -> Array:
+        """Multiply a vector by the transpose of the factor B of the GGN.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            An array of shape `ggn_factor_inner_shape`.
+
+        Examples:
+            The GGN is `B Bᵀ`.
+
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> loss = curvax.CategoricalLogitsNegativeLogProbLoss(jnp.array([[0.0, 1.0, 3.0]]))
+            >>> vector = (jnp.array([[1.0, 2.0, 3.0]]),)
+            >>> inner = loss.multiply_ggn_factor_transpose(vector)
+            >>> (product,), (expected,) = loss.multiply_ggn_factor(inner), loss.multiply_ggn(vector)
+            >>> bool(jnp.allclose(product, expected, atol=1e-6))
+            True
         """
         return self._times(self.multiply_ggn_factor_transpose_unweighted(vector), "sqrt")
 
     def multiply_ggn_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
-        """As `multiply_ggn_factor_transpose`, without the weight."""
+        """Multiply by `Bᵀ` without the weight: by `multiply_ggn_factor_transpose` at weight one.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            An array of shape `ggn_factor_inner_shape`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_ggn_factor_transpose_unweighted((jnp.ones((1, 2)),))
+            Array([[2., 2.]], dtype=float32)
+        """
         factor = self.multiply_ggn_factor_unweighted
         return transposed(factor, self.ggn_factor_inner_shape, self._inner_dtype)(vector)
 
     def multiply_ggn_factor_replicated_one_hot(self, index: Sequence[int]) -> tuple[Array, ...]:
-        """The product of the factor B of the GGN and the same unit vector for each example.
+        """Multiply the factor B of the GGN by the same unit vector for each example.
 
         Arguments:
-            index: where each slice along the first axis of an array of the shape
-                `ggn_factor_inner_shape` has its one; it is zero elsewhere.
+            index: Where the unit vector has its one: an index of an array of shape
+                `ggn_factor_inner_shape[1:]`.
 
         Returns:
-            A tuple of arrays like the `parameter_dependants`: one column of B for each example.
+            A tuple of arrays like the `parameter_dependants`: one column of B per example.
 
         Raises:
-            ValueError: if the index does not have one number for each axis but the first.
+            ValueError: If the index does not have one integer for each axis but the first.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((2, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25)
+            >>> loss.multiply_ggn_factor_replicated_one_hot((1,))
+            (Array([[0., 2.],
+                   [0., 2.]], dtype=float32),)
         """
         return self._weighted(self.multiply_ggn_factor_replicated_one_hot_unweighted(index), "sqrt")
 
     def multiply_ggn_factor_replicated_one_hot_unweighted(
         self, index: Sequence[int]
     ) -> tuple[Array, ...]:
-        """As `multiply_ggn_factor_replicated_one_hot`, without the weight."""
+        """Return a column of B per example, without the weight.
+
+        Equal to `multiply_ggn_factor_replicated_one_hot` at weight one.
+
+        Arguments:
+            index: Where the unit vector has its one: an index of an array of shape
+                `ggn_factor_inner_shape[1:]`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`: one column of B per example.
+
+        Raises:
+            ValueError: If the index does not have one integer for each axis but the first.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_ggn_factor_replicated_one_hot_unweighted((0,))
+            (Array([[2., 0.]], dtype=float32),)
+        """
         one_hot = replicated_one_hot(index, self.ggn_factor_inner_shape, self._inner_dtype)
         return self.multiply_ggn_factor_unweighted(one_hot)
 
     @property
     @abc.abstractmethod
     def ggn_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_ggn_factor` takes; its first axis is that of examples."""
+        """The shape of the argument of `multiply_ggn_factor`; its first axis is the batch."""
 
     @property
-    def _inner_dtype(self) -> Any:
+    def _inner_dtype(self) -> jnp.dtype:
         return widest(self.parameter_dependants)
 
-    def _checked_targets(self, targets: ArrayLike | None, coefficient_mode: str) -> Any:
-        """The targets to evaluate the loss on, for a mode that there is."""
+    def _checked_targets(
+        self, targets: ArrayLike | None, coefficient_mode: str
+    ) -> ArrayLike | None:
+        """Return the targets to evaluate the loss on; check them and the coefficient mode."""
         if coefficient_mode not in ("regular", "sqrt", "off"):
             raise ValueError(
                 f"curvax: coefficient_mode must be 'regular', 'sqrt' or 'off', got "
@@ -301,7 +447,7 @@ class LossFunction(abc.ABC):
         return targets
 
     def _times(self, x: Array, mode: str = "regular") -> Array:
-        """`x` times the weight, or its square root."""
+        """Multiply each example of `x` by its weight, or by the square root of it."""
         weight = jnp.asarray(self.weight).astype(at_least_single(x.dtype))
         return over_examples(jnp.sqrt(weight) if mode == "sqrt" else weight, x) * x
 
@@ -310,19 +456,20 @@ class LossFunction(abc.ABC):
 
 
 class NegativeLogProbLoss(LossFunction):
-    """A loss that is a negative log-probability of its targets, and so has a Fisher matrix.
+    """A loss that is the negative log-probability of its targets, and so has a Fisher matrix.
 
     The Fisher matrix is `F = E[g gᵀ]`, where g is the gradient of the loss in the predictions and
-    the targets come from the distribution that the predictions describe. In the natural parameters
-    of an exponential family (logits, a mean of known variance) the Hessian does not depend on the
-    targets and equals F. So the GGN of such a loss is its Fisher matrix.
+    targets are sampled from the predicted distribution. In the natural parameters of an exponential
+    family (logits, a mean of known variance) the Hessian does not depend on the targets and equals
+    F. So the GGN of such a loss is its Fisher matrix.
 
-    A class of your own needs a constructor, `targets`, `parameter_independants`, `params`,
-    `fisher_factor_inner_shape`, `copy_with_different_inputs`, `evaluate_unweighted`, `sample` and
-    `multiply_fisher_factor_unweighted`. Its GGN is its Fisher matrix unless it says otherwise.
+    To write such a loss, subclass it with a constructor, `targets`, `parameter_independants`,
+    `params`, `fisher_factor_inner_shape`, `copy_with_different_inputs`, `evaluate_unweighted`,
+    `sample` and `multiply_fisher_factor_unweighted`. Override the `multiply_ggn…_unweighted`
+    methods if its GGN is not its Fisher matrix.
 
     Arguments:
-        weight: what the loss is multiplied by, a number, or one for each example.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -339,103 +486,207 @@ class NegativeLogProbLoss(LossFunction):
 
     @property
     def parameter_dependants(self) -> tuple[Array, ...]:
-        """The arrays that depend on parameters: those of the distribution."""
+        """The arrays that depend on the model's parameters: those of the distribution."""
         return self.params
 
     @property
     @abc.abstractmethod
     def params(self) -> tuple[Array, ...]:
-        """The arrays that describe the distribution."""
+        """The arrays that parameterise the distribution."""
 
     @abc.abstractmethod
     def sample(self, rng: Array) -> Array:
-        """Targets drawn from the distribution, one for each example.
+        """Sample targets from the predicted distribution.
 
         Arguments:
-            rng: a random key.
+            rng: A random key.
 
         Returns:
-            An array that `evaluate` takes as targets.
+            Targets, one per example, in the form that `evaluate` takes.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> logits = jnp.array([[0.0, -100.0], [-100.0, 0.0]])
+            >>> loss = curvax.CategoricalLogitsNegativeLogProbLoss(logits)
+            >>> loss.sample(jax.random.key(0))
+            Array([0, 1], dtype=int32)
         """
 
     def grad_of_evaluate_on_sample(self, rng: Array, coefficient_mode: str) -> tuple[Array, ...]:
-        """As `grad_of_evaluate`, of targets drawn from the distribution.
+        """Compute `grad_of_evaluate` on targets that are sampled from the predicted distribution.
 
-        Its mean is zero, and with "sqrt" its covariance is the Fisher matrix, weight included.
+        Its mean is zero. With `coefficient_mode="sqrt"` its covariance is the Fisher matrix, the
+        weight included.
 
         Arguments:
-            rng: a random key.
-            coefficient_mode: as in `evaluate`.
+            rng: A random key.
+            coefficient_mode: "regular" for the gradient of `weight * loss`, "sqrt" for that of
+                `sqrt(weight) * loss`, "off" for that of the loss without its weight.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
 
         Raises:
-            ValueError: if the mode is none of the three.
+            ValueError: If `coefficient_mode` is none of the three.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(jnp.zeros((2, 1)), weight=4.0)
+            >>> (gradient,) = loss.grad_of_evaluate_on_sample(jax.random.key(0), "sqrt")
+            >>> gradient**2  # The Fisher matrix: weight * p * (1 - p), with p = 1/2.
+            Array([[1.],
+                   [1.]], dtype=float32)
         """
         return self.grad_of_evaluate(self.sample(rng), coefficient_mode)
 
     def multiply_fisher(self, vector: Sequence[Array]) -> tuple[Array, ...]:
-        """The product of the Fisher matrix and a vector.
+        """Multiply a vector by the Fisher matrix.
 
         Arguments:
-            vector: arrays like the `parameter_dependants`.
+            vector: Arrays like the `parameter_dependants`.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> logits = jnp.zeros((1, 2))
+            >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(logits, weight=8.0)
+            >>> loss.multiply_fisher((jnp.array([[1.0, 2.0]]),))  # weight * p * (1 - p)
+            (Array([[2., 4.]], dtype=float32),)
         """
         return self._weighted(self.multiply_fisher_unweighted(vector))
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array, ...]:
-        """As `multiply_fisher`, without the weight."""
+        """Multiply a vector by the Fisher matrix without the weight.
+
+        Equal to `multiply_fisher` at weight one.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> logits = jnp.zeros((1, 2))
+            >>> loss = curvax.MultiBernoulliNegativeLogProbLoss(logits, weight=8.0)
+            >>> loss.multiply_fisher_unweighted((jnp.array([[1.0, 2.0]]),))
+            (Array([[0.25, 0.5 ]], dtype=float32),)
+        """
         inner = self.multiply_fisher_factor_transpose_unweighted(vector)
         return self.multiply_fisher_factor_unweighted(inner)
 
     def multiply_fisher_factor(self, vector: Array) -> tuple[Array, ...]:
-        """The product of the factor B of the Fisher matrix and a vector.
+        """Multiply a vector by the factor B of the Fisher matrix.
 
-        Any B with `B Bᵀ` equal to the Fisher matrix will do; it is the same in all methods.
+        B is any matrix with `B Bᵀ` equal to the Fisher matrix, the same one in all methods of a
+        loss.
 
         Arguments:
-            vector: an array of the shape `fisher_factor_inner_shape`.
+            vector: An array of shape `fisher_factor_inner_shape`.
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_fisher_factor(jnp.ones((1, 2)))  # F = weight / variance = 16
+            (Array([[4., 4.]], dtype=float32),)
         """
         return self._weighted(self.multiply_fisher_factor_unweighted(vector), "sqrt")
 
     @abc.abstractmethod
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array, ...]:
-        """As `multiply_fisher_factor`, without the weight."""
-
-    def multiply_fisher_factor_transpose(self, vector: Sequence[Array]) -> Array:
-        """The product of the transpose of the factor B of the Fisher matrix and a vector.
+        """Multiply a vector by B without the weight: by `multiply_fisher_factor` at weight one.
 
         Arguments:
-            vector: arrays like the `parameter_dependants`.
+            vector: An array of shape `fisher_factor_inner_shape`.
 
         Returns:
-            An array of the shape `fisher_factor_inner_shape`.
+            A tuple of arrays like the `parameter_dependants`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_fisher_factor_unweighted(jnp.ones((1, 2)))
+            (Array([[2., 2.]], dtype=float32),)
+        """
+
+    def multiply_fisher_factor_transpose(self, vector: Sequence[Array]) -> Array:
+        """Multiply a vector by the transpose of the factor B of the Fisher matrix.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            An array of shape `fisher_factor_inner_shape`.
+
+        Examples:
+            The factor need not be square.
+
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean, variance = jnp.zeros((1, 3)), jnp.ones((1, 3))
+            >>> loss = curvax.NormalMeanVarianceNegativeLogProbLoss(mean, variance)
+            >>> loss.multiply_fisher_factor_transpose((mean, variance)).shape
+            (1, 6)
         """
         return self._times(self.multiply_fisher_factor_transpose_unweighted(vector), "sqrt")
 
     def multiply_fisher_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
-        """As `multiply_fisher_factor_transpose`, without the weight."""
+        """Multiply by `Bᵀ` without the weight: by `multiply_fisher_factor_transpose` at weight one.
+
+        Arguments:
+            vector: Arrays like the `parameter_dependants`.
+
+        Returns:
+            An array of shape `fisher_factor_inner_shape`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_fisher_factor_transpose_unweighted((jnp.ones((1, 2)),))
+            Array([[2., 2.]], dtype=float32)
+        """
         factor = self.multiply_fisher_factor_unweighted
         return transposed(factor, self.fisher_factor_inner_shape, self._inner_dtype)(vector)
 
     def multiply_fisher_factor_replicated_one_hot(self, index: Sequence[int]) -> tuple[Array, ...]:
-        """The product of the factor B of the Fisher matrix and one unit vector for all examples.
+        """Multiply the factor B of the Fisher matrix by the same unit vector for each example.
 
         Arguments:
-            index: where each slice along the first axis of an array of the shape
-                `fisher_factor_inner_shape` has its one; it is zero elsewhere.
+            index: Where the unit vector has its one: an index of an array of shape
+                `fisher_factor_inner_shape[1:]`.
 
         Returns:
-            A tuple of arrays like the `parameter_dependants`: one column of B for each example.
+            A tuple of arrays like the `parameter_dependants`: one column of B per example.
 
         Raises:
-            ValueError: if the index does not have one number for each axis but the first.
+            ValueError: If the index does not have one integer for each axis but the first.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((2, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25)
+            >>> loss.multiply_fisher_factor_replicated_one_hot((1,))
+            (Array([[0., 2.],
+                   [0., 2.]], dtype=float32),)
         """
         columns = self.multiply_fisher_factor_replicated_one_hot_unweighted(index)
         return self._weighted(columns, "sqrt")
@@ -443,67 +694,88 @@ class NegativeLogProbLoss(LossFunction):
     def multiply_fisher_factor_replicated_one_hot_unweighted(
         self, index: Sequence[int]
     ) -> tuple[Array, ...]:
-        """As `multiply_fisher_factor_replicated_one_hot`, without the weight."""
+        """Return a column of B per example, without the weight.
+
+        Equal to `multiply_fisher_factor_replicated_one_hot` at weight one.
+
+        Arguments:
+            index: Where the unit vector has its one: an index of an array of shape
+                `fisher_factor_inner_shape[1:]`.
+
+        Returns:
+            A tuple of arrays like the `parameter_dependants`: one column of B per example.
+
+        Raises:
+            ValueError: If the index does not have one integer for each axis but the first.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> mean = jnp.zeros((1, 2))
+            >>> loss = curvax.NormalMeanNegativeLogProbLoss(mean, variance=0.25, weight=4.0)
+            >>> loss.multiply_fisher_factor_replicated_one_hot_unweighted((0,))
+            (Array([[2., 0.]], dtype=float32),)
+        """
         one_hot = replicated_one_hot(index, self.fisher_factor_inner_shape, self._inner_dtype)
         return self.multiply_fisher_factor_unweighted(one_hot)
 
     @property
     @abc.abstractmethod
     def fisher_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_fisher_factor` takes; its first axis is that of examples."""
+        """The shape of the argument of `multiply_fisher_factor`; its first axis is the batch."""
 
     # The GGN is the Fisher matrix.
 
     def multiply_ggn_unweighted(self, vector: Sequence[Array]) -> tuple[Array, ...]:
-        """As `multiply_ggn`, without the weight: the GGN is the Fisher matrix."""
+        """Return `multiply_fisher_unweighted`: the GGN is the Fisher matrix."""
         return self.multiply_fisher_unweighted(vector)
 
     def multiply_ggn_factor_unweighted(self, vector: Array) -> tuple[Array, ...]:
-        """As `multiply_ggn_factor`, without the weight: the GGN is the Fisher matrix."""
+        """Return `multiply_fisher_factor_unweighted`: the GGN is the Fisher matrix."""
         return self.multiply_fisher_factor_unweighted(vector)
 
     def multiply_ggn_factor_transpose_unweighted(self, vector: Sequence[Array]) -> Array:
-        """As `multiply_ggn_factor_transpose`, without the weight: the GGN is the Fisher matrix."""
+        """Return `multiply_fisher_factor_transpose_unweighted`: the GGN is the Fisher matrix."""
         return self.multiply_fisher_factor_transpose_unweighted(vector)
 
     def multiply_ggn_factor_replicated_one_hot_unweighted(
         self, index: Sequence[int]
     ) -> tuple[Array, ...]:
-        """As `multiply_ggn_factor_replicated_one_hot`, without the weight."""
+        """Return `multiply_fisher_factor_replicated_one_hot_unweighted`: the GGN is the Fisher."""
         return self.multiply_fisher_factor_replicated_one_hot_unweighted(index)
 
     @property
     def ggn_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_ggn_factor` takes: that of the Fisher matrix's factor."""
+        """The shape of the argument of `multiply_ggn_factor`: `fisher_factor_inner_shape`."""
         return self.fisher_factor_inner_shape
 
 
 @runtime_checkable
 class Distribution(Protocol):
-    """What a loss needs of a distribution."""
+    """A batch of distributions, as far as a loss needs it."""
 
     def sample(self, *, seed: Array) -> Array:
-        """One outcome for each example, drawn with this random key."""
+        """Sample one outcome per example with a random key."""
         ...
 
-    def log_prob(self, value: Any) -> Array:
-        """The logarithm of the probability (or its density) of each example's outcome."""
+    def log_prob(self, value: ArrayLike) -> Array:
+        """Return the log-probability, or log-density, of each example's outcome."""
         ...
 
     def mean(self) -> Array:
-        """The mean outcome."""
+        """Return the mean outcome."""
         ...
 
     def entropy(self) -> Array:
-        """The mean of `-log_prob`, for each example."""
+        """Return the mean of `-log_prob` for each example."""
         ...
 
 
 class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
-    """A negative log-probability loss with a distribution object, `dist`.
+    """A `NegativeLogProbLoss` that has its predicted distribution as an object, `dist`.
 
     Arguments:
-        weight: what the loss is multiplied by, a number, or one for each example.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -518,24 +790,25 @@ class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
     @property
     @abc.abstractmethod
     def dist(self) -> Distribution:
-        """The distribution that the predictions describe."""
+        """The predicted distribution."""
 
-    def evaluate_unweighted(self, targets: Any) -> Array:
-        """The negative log-probability of each example's target."""
+    def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
+        """Compute the negative log-probability of each example's target, without the weight."""
+        assert targets is not None  # `needs_targets`
         return -self.dist.log_prob(targets)
 
     def sample(self, rng: Array) -> Array:
-        """Targets drawn from the distribution, one for each example."""
+        """Sample targets from the predicted distribution, one per example."""
         return self.dist.sample(seed=rng)
 
     @property
     def fisher_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_fisher_factor` takes: that of the first of `params`."""
+        """The shape of the argument of `multiply_fisher_factor`: that of the first of `params`."""
         return self.params[0].shape
 
 
 class WithTargets:
-    """To be put before a class of losses: its targets, which may be missing, and its weight."""
+    """A mixin for losses with a weight and optional targets; it precedes the base class."""
 
     _weight: ArrayLike
 
@@ -545,56 +818,58 @@ class WithTargets:
 
     @property
     def targets(self) -> Array | None:
-        """What is to be predicted, if it is given."""
+        """The targets, or None."""
         return self._targets
 
     @property
-    def parameter_independants(self) -> tuple[Any, ...]:
-        """The targets if given, what else there is, and the weight."""
+    def parameter_independants(self) -> tuple[ArrayLike, ...]:
+        """The targets if given, further arrays of the class, and the weight."""
         given = () if self._targets is None else (self._targets,)
-        return (*given, *self._further(), self._weight)
+        return (*given, *self._further_independants(), self._weight)
 
-    def _further(self) -> tuple[Any, ...]:
-        """What else does not depend on parameters."""
+    def _further_independants(self) -> tuple[ArrayLike, ...]:
+        """Return the `parameter_independants` besides targets and weight."""
         return ()
 
 
-# The arithmetic of batches that the losses share.
+# Arithmetic of batches.
 #
-# A loss computes in its own dtype, except that half precision is too coarse for logarithms and
-# exponentials: these are taken in float32, and what comes out is cast back. Numbers that belong to
-# whole examples (a weight, a variance) are scalars, or have the leading axes of what they scale.
+# Half precision is too coarse for logarithms and exponentials: a loss takes them in float32 and
+# casts the result back to the dtype of its predictions. A weight or a variance is a scalar, or has
+# the leading axes of what it scales.
 
 
 def widened(x: ArrayLike) -> Array:
-    """Real numbers in the dtype in which to compute with them."""
+    """Return real numbers in the dtype to compute in: at least float32."""
     array = jnp.asarray(x)
     return array.astype(at_least_single(array.dtype))
 
 
-def widest(arrays: Iterable[Array]) -> Any:
-    """The dtype of the most bits among these arrays."""
+def widest(arrays: Iterable[Array]) -> jnp.dtype:
+    """Return the dtype with the most bits among these arrays."""
     return max((x.dtype for x in arrays), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def over_examples(x: ArrayLike, like: Array) -> Array:
-    """`x` with axes of length one at its end, so that it multiplies the examples of `like`."""
+    """Append axes of length one to `x`, so that it broadcasts over the examples of `like`."""
     array = jnp.asarray(x).astype(like.dtype)
     return array.reshape(array.shape + (1,) * (like.ndim - array.ndim)) if array.ndim else array
 
 
 def columns(x: Array) -> Array:
-    """A batch of arrays as they are, and a batch of numbers as one of vectors of length one."""
+    """Return a batch of arrays as it is, and a batch of scalars as one of vectors of length one."""
     return x if x.ndim > 1 else x[..., None]
 
 
 def sum_of_events(x: Array) -> Array:
-    """The sum over all axes but the first: one number for each example."""
+    """Sum over all axes but the first."""
     return jnp.sum(x, axis=tuple(range(1, x.ndim)))
 
 
-def transposed(factor: Factor, shape: Shape, dtype: Any) -> Callable[[Sequence[Array]], Array]:
-    """The transpose of a linear function of one array of this shape and dtype."""
+def transposed(
+    factor: Factor, shape: Shape, dtype: jnp.dtype
+) -> Callable[[Sequence[Array]], Array]:
+    """Return the transpose of a linear function of one array with this shape and dtype."""
     transpose = jax.linear_transpose(factor, jax.ShapeDtypeStruct(shape, dtype))
 
     def apply(vector: Sequence[Array]) -> Array:
@@ -604,11 +879,11 @@ def transposed(factor: Factor, shape: Shape, dtype: Any) -> Callable[[Sequence[A
     return apply
 
 
-def replicated_one_hot(index: Sequence[int], shape: Shape, dtype: Any) -> Array:
-    """Zeros, but for a one at `index` of each slice along the first axis."""
+def replicated_one_hot(index: Sequence[int], shape: Shape, dtype: jnp.dtype) -> Array:
+    """Return zeros with a one at `index` of each slice along the first axis."""
     if len(index) != len(shape) - 1:
         raise ValueError(
-            f"curvax: the index of a replicated one-hot vector has one number for each axis but "
+            f"curvax: the index of a replicated one-hot vector has one integer for each axis but "
             f"the first of the factor's inner shape {shape}, got {tuple(index)}."
         )
     return jnp.zeros(shape, dtype).at[(slice(None), *index)].set(1)

@@ -1,6 +1,6 @@
-"""The loss of independent yes-or-no answers, given by their logits: sigmoid cross-entropy.
+"""Sigmoid cross-entropy: the loss of independent binary labels, as a function of their logits.
 
-With `p = sigmoid(logits)` its Fisher matrix, and its Hessian, is `diag(p (1 − p))`.
+With `p = sigmoid(logits)`, the Fisher matrix is `diag(p (1 − p))`, and so is the Hessian.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTar
 
 
 class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
-    """The negative log-probability of independent Bernoulli variables, as a loss of their logits.
+    """The negative log-probability of independent Bernoulli variables, as a function of logits.
 
     For one example that is the sum of `-log(p)` where the target is 1 and `-log(1 − p)` where it
-    is 0, with `p = sigmoid(logits)`; targets between 0 and 1 interpolate. The Fisher matrix is
+    is 0, with `p = sigmoid(logits)`. Targets between 0 and 1 interpolate. The Fisher matrix is
     `diag(p (1 − p))` and its factor `diag(sqrt(p (1 − p)))`.
 
     Arguments:
-        logits: the predictions, examples along the first axis.
-        targets: zeros and ones of the same shape.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        logits: Predictions, with examples along the first axis.
+        targets: Zeros and ones, of the shape of the logits.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -53,32 +53,32 @@ class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProb
     def copy_with_different_inputs(
         self, parameter_dependants: Sequence[Array]
     ) -> "MultiBernoulliNegativeLogProbLoss":
-        """The same loss of other logits.
+        """Return the same loss of other logits.
 
         Arguments:
-            parameter_dependants: a sequence of one array.
+            parameter_dependants: A sequence of one array, the logits.
 
         Returns:
             A loss with the same targets and weight.
 
         Raises:
-            ValueError: if there is not exactly one array.
+            ValueError: If there is not exactly one array.
         """
         (logits,) = self.checked_inputs(parameter_dependants)
         return type(self)(logits, self._targets, self._weight)
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
-        """As `multiply_fisher`, without the weight."""
+        """Multiply a vector by `diag(p (1 − p))`."""
         (x,) = vector
         return ((self._variances * x.astype(self._variances.dtype)).astype(x.dtype),)
 
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array]:
-        """As `multiply_fisher_factor`, without the weight."""
+        """Multiply a vector by `diag(sqrt(p (1 − p)))`."""
         deviations = jnp.sqrt(self._variances)
         return ((deviations * vector.astype(deviations.dtype)).astype(vector.dtype),)
 
     @property
     def _variances(self) -> Array:
-        """`p (1 − p)`; as a product of sigmoids it stays right where p is close to 1."""
+        """`p (1 − p)`, as a product of sigmoids: `1 − p` would cancel where p is close to 1."""
         logits = widened(self._logits)
         return jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits)

@@ -1,8 +1,11 @@
-"""The losses of normal distributions: of given variance, which is squared error, or predicted."""
+"""Losses of normal distributions: with given variance (squared error), or with predicted variance.
+
+The Fisher matrix in (mean, variance) is diagonal, with entries `1 / variance` and
+`1 / (2 variance²)`.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -20,16 +23,16 @@ from curvax.losses.loss_function import (
 
 
 class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
-    """The negative log-density of a normal distribution of given variance, as a loss of its mean.
+    """The negative log-density of a normal distribution of given variance, as a function of mean.
 
     For one example that is `‖target − mean‖² / (2 variance) + n/2 log(2π variance)`, where n is the
     number of entries. The Fisher matrix is `I / variance`.
 
     Arguments:
-        mean: the predictions, examples along the first axis.
-        targets: what they are compared with, of the same shape.
-        variance: of each entry: a number, or one for each example.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        mean: Predictions, with examples along the first axis.
+        targets: Targets, of the shape of the predictions.
+        variance: Variance of each entry: a scalar, or one per example with shape `(batch,)`.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -55,7 +58,7 @@ class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss
         """The variance of each entry."""
         return self._variance
 
-    def _further(self) -> tuple[Any, ...]:
+    def _further_independants(self) -> tuple[ArrayLike, ...]:
         return (self._variance,)
 
     @property
@@ -71,49 +74,50 @@ class NormalMeanNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss
     def copy_with_different_inputs(
         self, parameter_dependants: Sequence[Array]
     ) -> "NormalMeanNegativeLogProbLoss":
-        """The same loss of another mean.
+        """Return the same loss of another mean.
 
         Arguments:
-            parameter_dependants: a sequence of one array.
+            parameter_dependants: A sequence of one array, the mean.
 
         Returns:
             A loss with the same targets, variance and weight.
 
         Raises:
-            ValueError: if there is not exactly one array.
+            ValueError: If there is not exactly one array.
         """
         (mean,) = self.checked_inputs(parameter_dependants)
         return type(self)(mean, self._targets, self._variance, self._weight)
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
-        """As `multiply_fisher`, without the weight."""
+        """Divide a vector by the variance."""
         (x,) = vector
         return (x / over_examples(self._variance, x),)
 
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array]:
-        """As `multiply_fisher_factor`, without the weight."""
+        """Divide a vector by the standard deviation."""
         variance = jnp.asarray(self._variance).astype(at_least_single(vector.dtype))
         return (vector / over_examples(jnp.sqrt(variance), vector),)
 
 
 class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
-    """The negative log-density of a normal distribution, as a loss of its mean and its variance.
+    """The negative log-density of a normal distribution, as a function of its mean and variance.
 
     The Fisher matrix is diagonal: `1 / variance` for an entry of the mean, `0.5 / variance²` for
-    one of the variance. So is the GGN, which is defined to be the Fisher matrix, because the
-    Hessian depends on the targets and may be indefinite.
+    one of the variance. The GGN is defined to be the Fisher matrix, because the Hessian depends on
+    the targets and may be indefinite.
 
-    The inner array of the factor has the part of the mean and then that of the variance along its
-    last axis; a batch of numbers counts as one of vectors of length one.
+    The argument of `multiply_fisher_factor` is the concatenation, along the last axis, of an array
+    like the mean and one like the variance. A batch of scalars counts as one of vectors of length
+    one.
 
     Arguments:
-        mean: the predicted means, examples along the first axis.
-        variance: the predicted variances, positive, of the same shape.
-        targets: what the means are compared with, of the same shape.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        mean: Predicted means, with examples along the first axis.
+        variance: Predicted variances, positive, of the shape of the means.
+        targets: Targets, of the shape of the means.
+        weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Raises:
-        ValueError: if mean and variance differ in shape.
+        ValueError: If mean and variance differ in shape.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -152,39 +156,39 @@ class NormalMeanVarianceNegativeLogProbLoss(WithTargets, DistributionNegativeLog
     def copy_with_different_inputs(
         self, parameter_dependants: Sequence[Array]
     ) -> "NormalMeanVarianceNegativeLogProbLoss":
-        """The same loss of another mean and variance.
+        """Return the same loss of another mean and variance.
 
         Arguments:
-            parameter_dependants: a sequence of two arrays.
+            parameter_dependants: A sequence of two arrays, mean and variance.
 
         Returns:
             A loss with the same targets and weight.
 
         Raises:
-            ValueError: if there are not exactly two arrays.
+            ValueError: If there are not exactly two arrays.
         """
         mean, variance = self.checked_inputs(parameter_dependants)
         return type(self)(mean, variance, self._targets, self._weight)
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array, Array]:
-        """As `multiply_fisher`, without the weight."""
+        """Multiply arrays like mean and variance by `1 / variance` and `0.5 / variance²`."""
         variance = widened(self._variance)
         return self._times_diagonal(vector, (1 / variance, 0.5 / variance**2))
 
     def multiply_fisher_factor_unweighted(self, vector: Array) -> tuple[Array, Array]:
-        """As `multiply_fisher_factor`, without the weight."""
+        """Multiply both halves of a vector by the square roots of the Fisher matrix's diagonal."""
         parts = jnp.split(vector, 2, axis=-1)
         return self._times_diagonal([x.reshape(self._mean.shape) for x in parts], self._factors)
 
     @property
     def fisher_factor_inner_shape(self) -> Shape:
-        """The shape of what `multiply_fisher_factor` takes: twice as long along the last axis."""
+        """The shape of the mean, with the last axis doubled."""
         *leading, last = columns(self._mean).shape
         return (*leading, 2 * last)
 
     @property
     def _factors(self) -> tuple[Array, Array]:
-        """The diagonal of the factor, for the mean and for the variance."""
+        """The diagonal of the factor: the entries of the mean, and those of the variance."""
         variance = widened(self._variance)
         return 1 / jnp.sqrt(variance), 1 / (math.sqrt(2) * variance)
 

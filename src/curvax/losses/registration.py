@@ -1,11 +1,10 @@
 """The functions that register losses.
 
-Each puts one tag into the program that is being traced and returns the predictions, tagged. The
-tag names a class of losses and carries the arrays to make one of; nothing is computed. Two names
-for one thing (a loss, or the predictive distribution behind it) are for the reader.
+Each puts one tag into the program that is being traced and returns the tagged predictions. The tag
+names a class of losses and carries the arrays of its constructor; it computes nothing. A loss and
+the predictive distribution behind it are registered by the same tag; that there are two functions
+is for the reader of a model.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,21 +40,21 @@ def register_squared_error_loss(
 ) -> Array:
     """Register the loss `weight * ‖target − prediction‖²`, averaged over the batch.
 
-    If your loss has a factor of 0.5 before the square, pass `weight=0.5`. It is registered as a
-    `NormalMeanNegativeLogProbLoss` of variance 0.5, which differs by a constant.
+    If your loss has a factor of 0.5 before the square, pass `weight=0.5`. The loss is registered as
+    a `NormalMeanNegativeLogProbLoss` of variance 0.5, which differs from it by a constant.
 
     Arguments:
-        prediction: the predictions, examples along the first axis.
-        targets: what they are compared with, of the same shape. Only what needs the loss's value
-            or the estimation mode 'fisher_empirical' needs them.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        prediction: Predictions, with examples along the first axis.
+        targets: Targets, of the shape of the predictions. Needed only for the value of the loss and
+            for the estimation mode 'fisher_empirical'.
+        weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Returns:
-        The predictions, tagged.
+        The predictions, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the predictions are not real floating-point, or something else not real.
-        ValueError: if the targets have another shape, or the weight is negative or of a wrong
+        TypeError: If the predictions are not real floating-point, or targets or weight are complex.
+        ValueError: If the targets have another shape, or the weight is negative or has a wrong
             shape.
 
     Examples:
@@ -76,32 +75,39 @@ def register_normal_predictive_distribution(
     variance: ArrayLike = 0.5,
     weight: ArrayLike = 1.0,
 ) -> Array:
-    """Register normal distributions of given variance as what a model predicts.
+    """Register normal distributions of given variance as the predictions of a model.
 
-    That is the loss `weight / (2 * variance) * ‖target − mean‖²`, up to a constant, averaged over
-    the batch. For `0.5 * ‖target − mean‖²` pass `variance=1.0`.
+    This registers the loss `weight / (2 * variance) * ‖target − mean‖²`, up to a constant, averaged
+    over the batch. For `0.5 * ‖target − mean‖²` pass `variance=1.0`.
 
     Arguments:
-        mean: the predicted means, examples along the first axis.
-        targets: what was observed, of the same shape. Only what needs the loss's value or the
-            estimation mode 'fisher_empirical' needs them.
-        variance: of each entry: a number, or one for each example.
-        weight: what the log-probability is multiplied by, a number, or one for each example.
+        mean: Predicted means, with examples along the first axis.
+        targets: Targets, of the shape of the means. Needed only for the value of the loss and for
+            the estimation mode 'fisher_empirical'.
+        variance: Positive variance of each entry: a scalar, or one per example with shape
+            `(batch,)`.
+        weight: Nonnegative factor of the log-probability: a scalar, or one per example with shape
+            `(batch,)`.
 
     Returns:
-        The means, tagged.
+        The means, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the means are not real floating-point, or something else not real.
-        ValueError: if the targets have another shape, or variance or weight are of a wrong shape
-            or sign.
+        TypeError: If the means are not real floating-point, or targets, variance or weight are
+            complex.
+        ValueError: If the targets have another shape, or variance or weight have a wrong shape or
+            sign.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> curvax.register_normal_predictive_distribution(jnp.zeros((2, 1)), variance=1.0)
-        Array([[0.],
-               [0.]], dtype=float32)
+        >>> def loss(w, x, y):
+        ...     mean = curvax.register_normal_predictive_distribution(x @ w, y, variance=1.0)
+        ...     return 0.5 * jnp.mean(jnp.sum((y - mean) ** 2, axis=1))
+        >>> args = jnp.ones((2, 1)), jnp.ones((3, 2)), jnp.zeros((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
+        >>> registered.multiply_ggn((jnp.ones((3, 1)),))[0][:, 0]  # Variance 1: the identity.
+        Array([1., 1., 1.], dtype=float32)
     """
     return _register_normal(mean, "mean", targets, variance, weight)
 
@@ -109,30 +115,37 @@ def register_normal_predictive_distribution(
 def register_sigmoid_cross_entropy_loss(
     logits: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
 ) -> Array:
-    """Register the sigmoid cross-entropy of independent yes-or-no answers, averaged over the batch.
+    """Register the sigmoid cross-entropy of independent binary labels, averaged over the batch.
 
-    For one class among several use `register_softmax_cross_entropy_loss`. It is registered as a
-    `MultiBernoulliNegativeLogProbLoss`, summed over all axes but the first.
+    The loss is registered as a `MultiBernoulliNegativeLogProbLoss`, summed over all axes but the
+    first. For one class among several use `register_softmax_cross_entropy_loss`.
 
     Arguments:
-        logits: the predictions, examples along the first axis.
-        targets: zeros and ones, or numbers between, of the same shape. Only what needs the loss's
-            value or the estimation mode 'fisher_empirical' needs them.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        logits: Predicted logits, with examples along the first axis.
+        targets: Zeros and ones, or numbers between, of the shape of the logits. Needed only for the
+            value of the loss and for the estimation mode 'fisher_empirical'.
+        weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Returns:
-        The logits, tagged.
+        The logits, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the logits are not real floating-point, or something else not real.
-        ValueError: if the targets have another shape, or the weight is negative or of a wrong
+        TypeError: If the logits are not real floating-point, or targets or weight are complex.
+        ValueError: If the targets have another shape, or the weight is negative or has a wrong
             shape.
 
     Examples:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> curvax.register_sigmoid_cross_entropy_loss(jnp.zeros((1, 2)), jnp.array([[0.0, 1.0]]))
-        Array([[0., 0.]], dtype=float32)
+        >>> def loss(w, x, y):
+        ...     logits = curvax.register_sigmoid_cross_entropy_loss(x @ w, y)
+        ...     terms = jax.nn.softplus(logits) - y * logits
+        ...     return jnp.mean(jnp.sum(terms, axis=1))
+        >>> args = jnp.zeros((2, 1)), jnp.ones((3, 2)), jnp.ones((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
+        >>> bool(jnp.isclose(loss(*args), jnp.mean(registered.evaluate())))
+        True
     """
     logits = _check_predictions(logits, "logits")
     if targets is not None:
@@ -144,31 +157,37 @@ def register_sigmoid_cross_entropy_loss(
 def register_multi_bernoulli_predictive_distribution(
     logits: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
 ) -> Array:
-    """Register independent Bernoulli distributions as what a model predicts.
+    """Register independent Bernoulli distributions as the predictions of a model.
 
-    For one class among several use `register_categorical_predictive_distribution`. It is the same
-    as `register_sigmoid_cross_entropy_loss`.
+    Equal to `register_sigmoid_cross_entropy_loss`. For one class among several use
+    `register_categorical_predictive_distribution`.
 
     Arguments:
-        logits: the predicted logits, examples along the first axis.
-        targets: zeros and ones, or numbers between, of the same shape. Only what needs the loss's
-            value or the estimation mode 'fisher_empirical' needs them.
-        weight: what the log-probability is multiplied by, a number, or one for each example. This
-            is not the same as a temperature.
+        logits: Predicted logits, with examples along the first axis.
+        targets: Zeros and ones, or numbers between, of the shape of the logits. Needed only for the
+            value of the loss and for the estimation mode 'fisher_empirical'.
+        weight: Nonnegative factor of the log-probability: a scalar, or one per example with shape
+            `(batch,)`. This is not a temperature.
 
     Returns:
-        The logits, tagged.
+        The logits, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the logits are not real floating-point, or something else not real.
-        ValueError: if the targets have another shape, or the weight is negative or of a wrong
+        TypeError: If the logits are not real floating-point, or targets or weight are complex.
+        ValueError: If the targets have another shape, or the weight is negative or has a wrong
             shape.
 
     Examples:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> curvax.register_multi_bernoulli_predictive_distribution(jnp.zeros((1, 2)), weight=2.0)
-        Array([[0., 0.]], dtype=float32)
+        >>> def loss(w, x, y):
+        ...     logits = curvax.register_multi_bernoulli_predictive_distribution(x @ w, y)
+        ...     return jnp.mean(jax.nn.softplus(logits) - y * logits)
+        >>> args = jnp.zeros((2, 1)), jnp.ones((3, 2)), jnp.ones((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
+        >>> registered.dist.probs[:, 0]
+        Array([0.5, 0.5, 0.5], dtype=float32)
     """
     return register_sigmoid_cross_entropy_loss(logits, targets, weight)
 
@@ -181,34 +200,38 @@ def register_softmax_cross_entropy_loss(
 ) -> Array:
     """Register the softmax cross-entropy of one class among several, averaged over the batch.
 
-    For independent yes-or-no answers use `register_sigmoid_cross_entropy_loss`. It is registered as
-    a `CategoricalLogitsNegativeLogProbLoss`, or with targets of the logits' shape as a
-    `OneHotCategoricalLogitsNegativeLogProbLoss`.
+    The loss is registered as a `CategoricalLogitsNegativeLogProbLoss` or, with targets of the
+    logits' shape, as a `OneHotCategoricalLogitsNegativeLogProbLoss`. For independent binary labels
+    use `register_sigmoid_cross_entropy_loss`.
 
     Arguments:
-        logits: the predictions, classes along the last axis.
-        targets: integer classes of the shape `logits.shape[:-1]`; or one-hot vectors or
-            probabilities, floating-point, of the shape of the logits. Only what needs the loss's
-            value or the estimation mode 'fisher_empirical' needs them.
-        mask: zeros and ones of the shape `logits.shape[:-1]`. Examples whose mask is zero have the
-            constant loss zero.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        logits: Predicted logits, with classes along the last axis.
+        targets: Integer classes of shape `logits.shape[:-1]`; or floating-point one-hot vectors or
+            probabilities, of the shape of the logits. Needed only for the value of the loss and for
+            the estimation mode 'fisher_empirical'.
+        mask: Zeros and ones of shape `logits.shape[:-1]`. Where the mask is zero, so are the loss,
+            its gradient and its curvature.
+        weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Returns:
-        The logits, tagged.
+        The logits, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the logits are not real floating-point, or the targets of a dtype that does
-            not go with their shape.
-        ValueError: if the targets, the mask or the weight are of a wrong shape, or the weight is
-            negative.
+        TypeError: If the logits are not real floating-point, or the dtype of the targets does not
+            go with their shape.
+        ValueError: If targets, mask or weight have a wrong shape, or the weight is negative.
 
     Examples:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> curvax.register_softmax_cross_entropy_loss(jnp.zeros((2, 2)), jnp.array([0, 1]))
-        Array([[0., 0.],
-               [0., 0.]], dtype=float32)
+        >>> def loss(w, x, y):
+        ...     logits = curvax.register_softmax_cross_entropy_loss(x @ w, y)
+        ...     return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
+        >>> args = jnp.zeros((2, 5)), jnp.ones((3, 2)), jnp.array([0, 4, 2])
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
+        >>> bool(jnp.isclose(loss(*args), jnp.mean(registered.evaluate())))
+        True
     """
     logits = _check_predictions(logits, "logits", min_ndim=1)
     tag = categorical_tag
@@ -227,35 +250,41 @@ def register_categorical_predictive_distribution(
     mask: ArrayLike | None = None,
     weight: ArrayLike = 1.0,
 ) -> Array:
-    """Register categorical distributions as what a model predicts.
+    """Register categorical distributions as the predictions of a model.
 
-    For independent yes-or-no answers use `register_multi_bernoulli_predictive_distribution`. It is
-    the same as `register_softmax_cross_entropy_loss`.
+    Equal to `register_softmax_cross_entropy_loss`. For independent binary labels use
+    `register_multi_bernoulli_predictive_distribution`.
 
     Arguments:
-        logits: the predicted logits, classes along the last axis.
-        targets: integer classes of the shape `logits.shape[:-1]`; or one-hot vectors or
-            probabilities, floating-point, of the shape of the logits. Only what needs the loss's
-            value or the estimation mode 'fisher_empirical' needs them.
-        mask: zeros and ones of the shape `logits.shape[:-1]`. Examples whose mask is zero have the
-            constant log-probability zero.
-        weight: what the log-probability is multiplied by, a number, or one for each example. This
-            is not the same as a temperature.
+        logits: Predicted logits, with classes along the last axis.
+        targets: Integer classes of shape `logits.shape[:-1]`; or floating-point one-hot vectors or
+            probabilities, of the shape of the logits. Needed only for the value of the loss and for
+            the estimation mode 'fisher_empirical'.
+        mask: Zeros and ones of shape `logits.shape[:-1]`. Where the mask is zero, the
+            log-probability is the constant zero.
+        weight: Nonnegative factor of the log-probability: a scalar, or one per example with shape
+            `(batch,)`. This is not a temperature.
 
     Returns:
-        The logits, tagged.
+        The logits, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the logits are not real floating-point, or the targets of a dtype that does
-            not go with their shape.
-        ValueError: if the targets, the mask or the weight are of a wrong shape, or the weight is
-            negative.
+        TypeError: If the logits are not real floating-point, or the dtype of the targets does not
+            go with their shape.
+        ValueError: If targets, mask or weight have a wrong shape, or the weight is negative.
 
     Examples:
+        Curvature can be sampled without targets.
+
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> curvax.register_categorical_predictive_distribution(jnp.zeros((1, 2)))
-        Array([[0., 0.]], dtype=float32)
+        >>> def predict(w, x):
+        ...     return curvax.register_categorical_predictive_distribution(x @ w)
+        >>> args = jnp.array([[0.0, -100.0]]), jnp.ones((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(predict)(args)
+        >>> registered.sample(jax.random.key(0))
+        Array([0, 0, 0], dtype=int32)
     """
     return register_softmax_cross_entropy_loss(logits, targets, mask, weight)
 
@@ -263,42 +292,47 @@ def register_categorical_predictive_distribution(
 def register_loss(
     fn: Fun, predictions: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
 ) -> Array:
-    """Register any loss, given as a function of one example, with its GGN by autodiff.
+    """Register a user-supplied loss, a function of one example, with its GGN by autodiff.
 
-    The loss that is registered is `weight * jax.vmap(fn)(predictions, targets)`. Its GGN is the
-    Hessian of `fn` in the prediction, and `fn` must be convex in it wherever the GGN is asked for.
-    It has no predictive distribution: of the estimation modes, 'ggn_exact', 'ggn_curvature_prop'
+    The registered loss is `weight * jax.vmap(fn)(predictions, targets)`. Its GGN is the Hessian of
+    `fn` in the prediction; `fn` must be convex in the prediction wherever the GGN is computed. The
+    loss has no predictive distribution: of the estimation modes, 'ggn_exact', 'ggn_curvature_prop'
     and, with targets, 'fisher_empirical' work.
 
-    The Hessian is held for each example and decomposed, which is meant for predictions of up to
-    some hundred numbers. For others write a subclass of `LossFunction` that knows its factor.
-    Define `fn` once and pass the same function each time: for each new function object a small
-    new operation is made.
+    The Hessian of each example is held in memory and eigendecomposed, which suits predictions of up
+    to a few hundred numbers. For larger ones write a subclass of `LossFunction` that knows a factor
+    of its GGN. Define `fn` once and pass the same function each time: each new function object
+    gets a new tag, a JAX primitive.
 
     Arguments:
-        fn: a twice differentiable function of one prediction and one target, arrays without the
+        fn: A twice differentiable function from one prediction and one target, arrays without the
             batch axis, to a real scalar. Without targets it takes the prediction alone.
-        predictions: the predictions, examples along the first axis.
-        targets: the targets, examples along the first axis, of any dtype.
-        weight: what the loss is multiplied by, a number, or one for each example.
+        predictions: Predictions, with examples along the first axis.
+        targets: Targets of any dtype, with examples along the first axis.
+        weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Returns:
-        The predictions, tagged.
+        The predictions, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: if the predictions are not real floating-point, or `fn` returns no real scalar.
-        ValueError: if there is no batch axis, the targets have another number of examples, or the
-            weight is negative or of the wrong shape. Later, when the GGN is asked for: if the
-            Hessian has a negative eigenvalue.
+        TypeError: If the predictions are not real floating-point, or `fn` does not return a real
+            scalar.
+        ValueError: If there is no batch axis, the targets have another number of examples, or the
+            weight is negative or has a wrong shape. Later, when the GGN is computed: if the Hessian
+            has a negative eigenvalue.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import curvax
         >>> def log_cosh(prediction, target):
         ...     return jnp.sum(jnp.log(jnp.cosh(prediction - target)))
-        >>> curvax.register_loss(log_cosh, jnp.zeros((2, 1)), jnp.ones((2, 1)))
-        Array([[0.],
-               [0.]], dtype=float32)
+        >>> def loss(w, x, y):
+        ...     predictions = curvax.register_loss(log_cosh, x @ w, y)
+        ...     return jnp.mean(jnp.sum(jnp.log(jnp.cosh(predictions - y)), axis=1))
+        >>> args = jnp.ones((2, 1)), jnp.ones((3, 2)), 2 * jnp.ones((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
+        >>> registered.multiply_ggn((jnp.ones((3, 1)),))[0][:, 0]  # 1 - tanh(0)²
+        Array([1., 1., 1.], dtype=float32)
     """
     predictions = _check_predictions(predictions, "predictions", min_ndim=1)
     arrays = {"predictions": predictions}
@@ -326,7 +360,7 @@ def _register_normal(
 
 
 def _categorical_tag_for(targets: Array, logits: Array) -> LossTag:
-    """Whether targets are classes or one-hot vectors, by their shape."""
+    """Return the tag for targets that are classes or one-hot vectors, by their shape."""
     classes, vectors = logits.shape[:-1], logits.shape
     if targets.shape not in (classes, vectors):
         raise ValueError(
@@ -343,7 +377,7 @@ def _categorical_tag_for(targets: Array, logits: Array) -> LossTag:
         return one_hot_categorical_tag
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(
-            f"{where()}: targets of shape {classes} are the numbers of classes and must be "
+            f"{where()}: targets of shape {classes} are indices of classes and must be "
             f"integers, got {targets.dtype}. Convert them with targets.astype(int), or pass "
             f"one-hot vectors of shape {vectors}."
         )
@@ -356,7 +390,7 @@ def _bind(tag: LossTag, **arrays: Array | None) -> Array:
 
 
 def _check_predictions(x: ArrayLike, name: str, *, min_ndim: int = 0) -> Array:
-    """Predictions as an array of real floating-point numbers."""
+    """Return predictions as an array; check that they are real floating-point numbers."""
     array = jnp.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
@@ -371,7 +405,7 @@ def _check_predictions(x: ArrayLike, name: str, *, min_ndim: int = 0) -> Array:
 
 
 def _check_same_shape(targets: ArrayLike, predictions: Array, name: str) -> Array:
-    """Targets as an array of the shape of the predictions, which `name` calls."""
+    """Return targets as an array; check that they have the shape of the argument `name`."""
     array = jnp.asarray(targets)
     if array.shape != predictions.shape:
         raise ValueError(
@@ -384,19 +418,19 @@ def _check_same_shape(targets: ArrayLike, predictions: Array, name: str) -> Arra
 
 
 def _check_mask(mask: ArrayLike, logits: Array) -> Array:
-    """A mask as an array of one number for each example."""
+    """Return a mask as an array; check that it has one entry per example."""
     array, expected = jnp.asarray(mask), logits.shape[:-1]
     if array.shape != expected:
         raise ValueError(
-            f"{where()}: a mask says of each example whether it counts, so for logits of shape "
+            f"{where()}: the mask has one entry per example, so for logits of shape "
             f"{logits.shape} its shape is {expected}, got {array.shape}."
         )
     return array
 
 
 def _check_weight(weight: ArrayLike, predictions: Array) -> Array:
-    """A weight as an array: a scalar, or one number for each example; not negative."""
-    array = _of_examples(weight, "weight", predictions)
+    """Return a weight as an array; check its shape, and that it is not negative."""
+    array = _scalar_or_per_example(weight, "weight", predictions)
     if _is_known(weight) and np.any(np.less(weight, 0)):
         raise ValueError(
             f"{where()}: weight must not be negative, got {weight!r}: curvature would be negative "
@@ -406,23 +440,23 @@ def _check_weight(weight: ArrayLike, predictions: Array) -> Array:
 
 
 def _check_variance(variance: ArrayLike, predictions: Array) -> Array:
-    """A variance as an array: a scalar, or one number for each example; positive."""
-    array = _of_examples(variance, "variance", predictions)
+    """Return a variance as an array; check its shape, and that it is positive."""
+    array = _scalar_or_per_example(variance, "variance", predictions)
     if _is_known(variance) and np.any(np.less_equal(variance, 0)):
         raise ValueError(f"{where()}: variance must be positive, got {variance!r}.")
     return array
 
 
-def _is_known(x: Any) -> bool:
-    """Whether the numbers are at hand, without waiting for a device."""
+def _is_known(x: ArrayLike) -> bool:
+    """Return whether values can be read without waiting for a device."""
     return not isinstance(x, jax.Array)
 
 
-def _of_examples(x: ArrayLike, name: str, predictions: Array) -> Array:
+def _scalar_or_per_example(x: ArrayLike, name: str, predictions: Array) -> Array:
     array = jnp.asarray(x)
     if array.shape not in ((), predictions.shape[:1]):
         raise ValueError(
-            f"{where()}: {name} must be a number, or one for each example in an array of shape "
+            f"{where()}: {name} must be a scalar, or have one entry per example and the shape "
             f"{predictions.shape[:1]}, got the shape {array.shape}."
         )
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -440,5 +474,5 @@ def _check_function(fn: Fun, arrays: dict[str, Array]) -> None:
         raise TypeError(
             f"{where()}: fn takes one example and must return a real floating-point scalar. For "
             f"arrays of the shapes {[x.shape for x in one]} it returned {', '.join(found)}. Sum "
-            f"over the entries of a prediction inside of fn; the batch axis is not there."
+            f"over the entries of a prediction inside fn; fn does not see the batch axis."
         )

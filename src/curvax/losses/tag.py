@@ -1,49 +1,68 @@
-"""`LossTag`: says which part of a program is a loss, and of which kind.
+"""`LossTag`: a primitive that marks a loss in a traced program.
 
-Tags whose results nobody uses can vanish: a gradient function, traced, keeps of a `jit`, a
-`checkpoint` or a `scan` only what the gradient needs. Each tag therefore knows where it was
-registered, and `noted_registrations` collects these places while something is traced, so that the
-tags that are found can be compared with those that were made.
+Dead-code elimination removes tags whose results are unused: a traced gradient function keeps only
+what the gradient needs of a `jit`, a `checkpoint` or a `scan`. Each tag therefore records the line
+of user code that registered it, and `noted_registrations` collects these lines during a trace, so
+that the tags in the program can be compared with the registrations.
 """
 
 import contextlib
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from jax.typing import ArrayLike
+
 from curvax._jax import Tag
+from curvax._types import Array
+from curvax.losses.loss_function import LossFunction
 
 _noted: ContextVar[list[str] | None] = ContextVar("noted_registrations", default=None)
 
 
 class LossTag(Tag):
-    """A primitive that tags a loss: what it depends on, by name.
+    """A primitive that registers losses of one class.
 
-    It is called as
+    Make one tag for each class of losses, and bind it in the model:
 
-        kept = tag.bind(*arrays, args_names=names)
+        predictions = tag.bind(*arrays, args_names=names)
 
-    and does nothing: the arrays that depend on the parameters are returned as they are, in a list.
-    They come first, in the order given here; others may be left out.
+    The tag computes nothing. It returns the arrays that depend on the model's parameters, in a
+    list.
 
     Arguments:
-        cls: the class of the loss, a `LossFunction`.
-        parameter_dependants: the names of the arguments of the class that depend on parameters.
-        parameter_independants: the names of its other arguments.
+        cls: The class of the loss, a subclass of `LossFunction`.
+        parameter_dependants: Names of the constructor's arguments that depend on the model's
+            parameters.
+        parameter_independants: Names of its other arguments.
+
+    Raises:
+        ValueError: If names are repeated, or none depends on parameters.
 
     Examples:
+        Register predictions of both mean and variance.
+
         >>> import jax.numpy as jnp
         >>> import curvax
         >>> tag = curvax.LossTag(
-        ...     curvax.NormalMeanNegativeLogProbLoss, ["mean"], ["targets", "variance", "weight"]
+        ...     curvax.NormalMeanVarianceNegativeLogProbLoss,
+        ...     ["mean", "variance"],
+        ...     ["targets", "weight"],
         ... )
-        >>> (mean,) = tag.bind(jnp.ones((2, 1)), 0.5, args_names=("mean", "variance"))
+        >>> def model(w, x, y):
+        ...     mean, variance = x @ w[0], jnp.exp(x @ w[1])
+        ...     names = ("mean", "variance", "targets")
+        ...     return tag.bind(mean, variance, y, args_names=names)
+        >>> args = (jnp.ones((2, 1)), jnp.zeros((2, 1))), jnp.ones((3, 2)), jnp.ones((3, 1))
+        >>> (registered,), _ = curvax.loss_tags_vjp(model)(args)
+        >>> type(registered).__name__, registered.num_parameter_dependants
+        ('NormalMeanVarianceNegativeLogProbLoss', 2)
     """
 
     def __init__(
         self,
-        cls: type[Any],
+        cls: type[LossFunction],
         parameter_dependants: Sequence[str],
         parameter_independants: Sequence[str],
     ) -> None:
@@ -59,7 +78,7 @@ class LossTag(Tag):
 
     @property
     def parameter_dependants_names(self) -> tuple[str, ...]:
-        """The names of the arguments that depend on parameters."""
+        """The names of the arguments that depend on the model's parameters."""
         return self._dependants
 
     @property
@@ -69,16 +88,50 @@ class LossTag(Tag):
 
     @property
     def least_axes(self) -> int:
-        """How many axes a prediction has at least, with that of the batch."""
+        """Minimum number of axes of a prediction, the batch axis included."""
         return getattr(self._cls, "least_axes", 1)
 
-    def loss(self, *args: Any, args_names: Sequence[str]) -> Any:
-        """The loss itself, made of the operands of a tag."""
-        return self._cls(**dict(zip(args_names, args, strict=True)))
+    def loss(self, *args: ArrayLike, args_names: Sequence[str]) -> LossFunction:
+        """Return the loss of the operands of a bound tag.
 
-    def bind(self, *args: Any, args_names: Sequence[str], **params: Any) -> list[Any]:
-        """Tag a loss. Returns the arrays that depend on parameters."""
-        if "where" in params:  # A transformation calls it again.
+        Arguments:
+            args: Operands of the tag.
+            args_names: Their names.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> tag = curvax.LossTag(curvax.NormalMeanNegativeLogProbLoss, ["mean"], ["variance"])
+            >>> loss = tag.loss(jnp.zeros((1, 2)), 0.25, args_names=("mean", "variance"))
+            >>> loss.multiply_ggn((jnp.ones((1, 2)),))
+            (Array([[4., 4.]], dtype=float32),)
+        """
+        constructor: Callable[..., LossFunction] = self._cls
+        return constructor(**dict(zip(args_names, args, strict=True)))
+
+    def bind(self, *args: ArrayLike, args_names: Sequence[str], **params: Any) -> list[Array]:
+        """Register a loss in the program that is being traced.
+
+        Arguments:
+            args: Arrays: first those that depend on the model's parameters, all of them and in the
+                order of the tag; then any of the others.
+            args_names: Their names.
+            params: Further parameters of the primitive; JAX's transformations pass them on.
+
+        Returns:
+            The arrays that depend on parameters.
+
+        Raises:
+            ValueError: If the names are not those of the tag.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> tag = curvax.LossTag(curvax.NormalMeanNegativeLogProbLoss, ["mean"], ["variance"])
+            >>> tag.bind(jnp.ones((1, 2)), 0.5, args_names=("mean", "variance"))
+            [Array([[1., 1.]], dtype=float32)]
+        """
+        if "where" in params:  # A transformation binds a tag that is bound already.
             return super().bind(*args, args_names=args_names, **params)
         names, num = tuple(args_names), self._num_kept
         known = names[:num] == self._dependants and set(names[num:]) <= set(self._independants)
@@ -97,7 +150,7 @@ class LossTag(Tag):
 
 @contextlib.contextmanager
 def noted_registrations() -> Generator[list[str]]:
-    """A list that grows by one place in the user's code with each loss that is registered."""
+    """Yield a list to which each registration of a loss appends its line of user code."""
     noted: list[str] = []
     token = _noted.set(noted)
     try:
@@ -107,7 +160,7 @@ def noted_registrations() -> Generator[list[str]]:
 
 
 def _caller() -> str:
-    """The line of the user's code that is being run."""
+    """Return the file and line of the user code that is running."""
     frame = inspect.currentframe()
     while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -115,5 +168,5 @@ def _caller() -> str:
 
 
 def _is_ours(module: str) -> bool:
-    # The latter two are around our functions while their arguments are checked.
+    # The latter two wrap our functions when annotations are checked at run time.
     return module.partition(".")[0] in ("curvax", "beartype", "jaxtyping")

@@ -1,1 +1,1 @@
-"""Maps over a batch that run a chunk at a time: `chunked_vmap`, microbatches, accumulators."""
+"""Maps over the examples of a batch, run in chunks: `chunked_vmap`, microbatches, accumulators."""

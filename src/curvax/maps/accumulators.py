@@ -1,15 +1,15 @@
-"""Accumulators: how the outputs of microbatches become one result.
+"""Accumulators: how the outputs of microbatches are combined into one result.
 
-`AccumulationType` names the four that come with curvax, `Accumulator` is how users write one of
-their own, and either, or any pytree prefix of them, says what to do with the outputs of a
-function. `Reduction` turns that into the reducers that the loop runs: one for each way to treat an
-output leaf.
+`AccumulationType` lists the built-in accumulators and `Accumulator` holds a user-supplied one. A
+map takes either, or a pytree of them that is a prefix of the function's outputs. `Reduction` turns
+that prefix into the reducers that the loop runs, one for each output leaf or user-supplied
+accumulator.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,59 +28,69 @@ from curvax._types import (
     at_least_single,
     promote_weak,
 )
-from curvax.maps.arguments import normal_axis
+from curvax.maps.arguments import canonicalize_axis
 from curvax.maps.chunk_plan import Chunk, ChunkPlan
 from curvax.maps.sharding import BatchSharding
 
 
 class AccumulationType(Enum):
-    """The accumulators that come with curvax.
+    """The built-in accumulators.
 
-    Each is exact for microbatches of unequal sizes too: the means are over examples, not over
+    All are exact for microbatches of unequal sizes: means are over examples, not over
     microbatches. Half-precision outputs are accumulated in float32 and returned in their own
-    dtype; integers are summed as by `jnp.sum`.
+    dtype. Integers are summed as by `jnp.sum`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from curvax import AccumulationType, micro_vmap
+        >>> kinds = {"total": AccumulationType.SUM, "squares": AccumulationType.CONCAT}
+        >>> fun = lambda x: {"total": x, "squares": x**2}
+        >>> result = micro_vmap(fun, microbatch_size=2, accumulator=kinds)(jnp.arange(4.0))
+        >>> print(result["total"], result["squares"])
+        6.0 [0. 1. 4. 9.]
     """
 
     MEAN = auto()
-    """The mean over examples, as a sum that is divided at the end."""
+    """Mean over examples, accumulated as a sum and divided once at the end."""
 
     SUM = auto()
-    """The sum over microbatches; in `micro_vmap` and `micro_grad`, over examples."""
+    """Sum over microbatches; over examples in `micro_vmap` and `micro_grad`."""
 
     RUNNING_MEAN = auto()
-    """The mean over examples, kept as a mean throughout: no sum grows with the batch."""
+    """Mean over examples, kept as a mean at every step so that no sum grows with the batch."""
 
     CONCAT = auto()
-    """All outputs, one row for each example, in the order in which the examples were given."""
+    """One row for each example, in the order of the examples in the batch."""
 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A way of your own to combine the outputs of microbatches.
+    """A user-supplied way to combine the outputs of microbatches.
 
-    Each function gets the part of the outputs for which the accumulator stands, a pytree. The
-    result of a function over microbatches 0, 1, …, M-1 is
+    A value is the part of the outputs that the accumulator stands for, a pytree. Over microbatches
+    0, 1, …, M-1 the result is
 
         carry = init(shapes of a value)
         for index in range(M):
             carry = update(carry, value of microbatch index, index)
         result = finalize(carry)
 
-    In `micro_vmap` and `micro_grad` a value is `aggregate(per-example values)`, where these have
-    a leading axis of examples. On a mesh, each device has a carry and counts its own microbatches;
-    the result is `finalize(combine(combine(carry 0, carry 1), carry 2) …)`.
+    In `micro_vmap` and `micro_grad` a value is `aggregate(per-example values)`, where per-example
+    values have examples along their leading axis. On a mesh, each device has its own carry and
+    counts its own microbatches; the result is
+    `finalize(combine(combine(carry 0, carry 1), carry 2) …)`.
 
     Arguments:
-        init: makes the first carry of `jax.ShapeDtypeStruct`s like a value.
-        update: the next carry; it must have the shapes and dtypes of the one before. The index
-            is traced.
-        finalize: makes the result of the last carry.
-        aggregate: reduces per-example values over their leading axis.
-        uneven: whether `update` and `aggregate` are right when microbatches differ in size. A
-            maximum is; a mean of microbatch means is not. If False, a batch that the microbatch
-            size does not divide is refused.
-        combine: the carry of all microbatches that two carries have been made of; needed on a mesh
-            of several devices. For a sum or a maximum it is that of the carries.
+        init: Return the initial carry, given the `jax.ShapeDtypeStruct`s of a value.
+        update: Return the next carry, given the carry, a value and the (traced) index of the
+            microbatch. The carry must keep its shapes and dtypes.
+        finalize: Return the result, given the final carry.
+        aggregate: Reduce per-example values over their leading axis.
+        uneven: Whether `update` and `aggregate` are correct for microbatches of different sizes.
+            A maximum is; a mean of microbatch means is not. If False, a batch that the microbatch
+            size does not divide is rejected.
+        combine: Merge two carries into the carry of all the microbatches behind them; required on
+            a mesh of several devices. For a sum, add the carries.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -97,39 +107,37 @@ class Accumulator:
         Array(0.9092974, dtype=float32)
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], Any]
-    finalize: Callable[[Any], Any]
-    aggregate: Callable[[Any], Any]
+    init: Callable[[PyTree], Carry]
+    update: Callable[[Carry, PyTree, Array], Carry]
+    finalize: Callable[[Carry], PyTree]
+    aggregate: Callable[[PyTree], PyTree]
     _: KW_ONLY
     uneven: bool = False
-    combine: Callable[[Any, Any], Any] | None = None
+    combine: Callable[[Carry, Carry], Carry] | None = None
 
 
-# Reducers: what becomes of the values of successive chunks.
-#
-# A reducer takes the value of each chunk in turn into a carry and makes the result of it. Reducers
-# are made for values of known shape. With `per_example=True` these have a leading axis of examples,
-# which is reduced too. Sums of half-precision numbers are kept in float32.
+# Reducers fold the values of successive chunks into a carry. A reducer is built for values of known
+# shape (`like`). With `per_example=True` values have examples along their leading axis, which is
+# reduced too. Half-precision sums are accumulated in float32.
 
 
 @runtime_checkable
 class Reducer(Protocol):
-    """Combines the values of chunks one by one."""
+    """A fold over the values of successive chunks."""
 
     def init(self) -> Carry:
         """Return the carry before the first chunk."""
         ...
 
     def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
-        """Return the carry after that chunk."""
+        """Return the carry after `chunk`, whose value is `value`."""
         ...
 
     def finalize(self, carry: Carry, examples: Size, sharding: BatchSharding | None) -> PyTree:
-        """Return the result of `examples` examples.
+        """Return the result over `examples` examples.
 
-        With a `sharding`, under `shard_map`, these are the local ones, and the result is that of
-        all devices.
+        With a `sharding`, under `shard_map`, `examples` counts the local ones and the result is
+        over those of all devices.
         """
         ...
 
@@ -139,15 +147,15 @@ class ShardedReducer(Reducer, Protocol):
     """A reducer whose result may be sharded."""
 
     def specs(self, sharding: BatchSharding) -> PyTree:
-        """Return how the result is sharded: partition specs, for a prefix of it."""
+        """Return the partition specs of the result, as a pytree prefix of it."""
         ...
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Each example's output in the place of the example, along `axis` of the result.
+    """Per-example outputs, concatenated along `axis` of the result in the order of the examples.
 
-    The values have their examples along axis 0. Examples that are not run are zero.
+    Values have examples along axis 0. The rows of examples that are not run are zero.
     """
 
     like: jax.ShapeDtypeStruct
@@ -155,31 +163,31 @@ class Collect:
     axis: int
 
     def init(self) -> Array:
-        rows_like = jax.eval_shape(self._rows_of, self.like)
+        rows_like = jax.eval_shape(self._as_rows, self.like)
         return self.plan.lay_out(
             _slicing.allocate(self.plan.length, rows_like, self.axis), self.axis
         )
 
     def update(self, carry: Array, value: Array, chunk: Chunk) -> Array:
         _check(self.like, value, chunk, rows=True)
-        return _slicing.write(carry, self._rows_of(value), chunk.rows, self.axis)
+        return _slicing.write(carry, self._as_rows(value), chunk.rows, self.axis)
 
     def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
         del examples
         rows = self.plan.put_back(carry, self.axis)
-        rows = rows if sharding is None else sharding.rows(rows, self.axis)
+        rows = rows if sharding is None else sharding.collect(rows, self.axis)
         return _jax.wrap_keys(rows, self.like)
 
     def specs(self, sharding: BatchSharding) -> PartitionSpec:
         return sharding.spec(self.axis)
 
-    def _rows_of(self, value: Array) -> Array:
+    def _as_rows(self, value: Array) -> Array:
         moved = value if self.axis == 0 else jnp.moveaxis(value, 0, self.axis)
         return _jax.unwrap_keys(moved)
 
 
 class _Replicated:
-    """The base of reducers whose results have no axis of examples."""
+    """Base of reducers whose results have no example axis and are replicated."""
 
     def specs(self, sharding: BatchSharding) -> PartitionSpec:
         return sharding.spec(None)
@@ -187,7 +195,7 @@ class _Replicated:
 
 @dataclass(frozen=True)
 class Unbatched(_Replicated):
-    """An output that is the same for every chunk."""
+    """An output that is the same for every chunk (`out_axes=None`)."""
 
     like: jax.ShapeDtypeStruct
 
@@ -201,13 +209,13 @@ class Unbatched(_Replicated):
     def finalize(self, carry: Array, examples: Size, sharding: BatchSharding | None) -> Array:
         del examples
         if sharding is not None and not sharding.partition.each:
-            carry = sharding.stacked(carry)[0]  # Devices without examples do not know it.
+            carry = sharding.stack_devices(carry)[0]  # Devices without examples have only zeros.
         return _jax.wrap_keys(carry, self.like)
 
 
 @dataclass(frozen=True)
 class Sum(_Replicated):
-    """The sum over chunks, or with `per_example` over all examples."""
+    """Sum over chunks; with `per_example`, over examples."""
 
     like: jax.ShapeDtypeStruct
     per_example: bool
@@ -231,10 +239,11 @@ class Sum(_Replicated):
 
 @dataclass(frozen=True)
 class Mean(_Replicated):
-    """The mean over examples: a sum, divided at the end.
+    """Mean over examples, accumulated as a sum and divided once at the end.
 
-    With `per_example` it is the sum over examples. Otherwise each value is the mean of its chunk
-    and is weighted by the size of that, in units of the first so that even chunks just add up.
+    With `per_example` the sum is over examples. Otherwise each value is the mean of its chunk and
+    is weighted by the chunk's size relative to the first chunk, so that equal chunks are added
+    unweighted.
     """
 
     like: jax.ShapeDtypeStruct
@@ -266,9 +275,9 @@ class Mean(_Replicated):
 
 @dataclass(frozen=True)
 class RunningMean(_Replicated):
-    """The mean over examples, a mean at every step.
+    """Mean over examples, kept as a mean at every step.
 
-    No sum is ever formed that is larger than the values, so none overflows.
+    The carry never exceeds the values in magnitude, so it does not overflow unless they do.
     """
 
     like: jax.ShapeDtypeStruct
@@ -295,13 +304,13 @@ class RunningMean(_Replicated):
         value = value.astype(at_least_single(value.dtype))
         if not self.per_example:
             return value
-        # Divided before they are summed, because the sum may overflow where the mean does not.
+        # Divide before summing: the sum may overflow where the mean does not.
         return jnp.sum(value / max(1, value.shape[0]), axis=0)
 
 
 @dataclass(frozen=True)
-class _User(_Replicated):
-    """The reducer of an `Accumulator`."""
+class _UserSupplied(_Replicated):
+    """The reducer of a user-supplied `Accumulator`."""
 
     accumulator: Accumulator
     like: PyTree
@@ -312,38 +321,36 @@ class _User(_Replicated):
         carry = jax.tree.map(jnp.asarray, self.accumulator.init(value))
         index = jax.ShapeDtypeStruct((), jnp.int32)
         after = jax.eval_shape(self.accumulator.update, carry, value, index)
-        same = jax.tree.structure(carry) == jax.tree.structure(after)
-        if not same:
-            return carry
+        if jax.tree.structure(carry) != jax.tree.structure(after):
+            return carry  # `update` raises the error.
         adopt = lambda given, returned: _jax.varying_like(promote_weak(given, returned), returned)
         return jax.tree.map(adopt, carry, after)
 
     def update(self, carry: Carry, value: PyTree, chunk: Chunk) -> Carry:
         index = jnp.asarray(chunk.index, jnp.int32)
-        return self._like(
-            carry, self.accumulator.update(carry, self._value(value), index), "update"
-        )
+        returned = self.accumulator.update(carry, self._value(value), index)
+        return self._check_carry(carry, returned, "update")
 
     def finalize(self, carry: Carry, examples: Size, sharding: BatchSharding | None) -> PyTree:
         del examples
         if sharding is not None and sharding.partition.count > 1:
-            carry = self._combined(carry, sharding)
+            carry = self._combine_devices(carry, sharding)
         return self.accumulator.finalize(carry)
 
-    def _combined(self, carry: Carry, sharding: BatchSharding) -> Carry:
-        """Return one carry of those of all devices."""
+    def _combine_devices(self, carry: Carry, sharding: BatchSharding) -> Carry:
+        """Fold the carries of all devices into one."""
         combine = self.accumulator.combine
         assert combine is not None
 
         def step(carry: Carry, other: Carry) -> tuple[Carry, None]:
-            return self._like(carry, combine(carry, other), "combine"), None
+            return self._check_carry(carry, combine(carry, other), "combine"), None
 
-        carries = jax.tree.map(sharding.stacked, carry)
+        carries = jax.tree.map(sharding.stack_devices, carry)
         first = jax.tree.map(lambda x: x[0], carries)
         others = jax.tree.map(lambda x: x[1:], carries)
         return lax.scan(step, first, others)[0]
 
-    def _like(self, carry: Carry, returned: Carry, method: str) -> Carry:
+    def _check_carry(self, carry: Carry, returned: Carry, method: str) -> Carry:
         new = jax.tree.map(jnp.asarray, returned)
         before, after = (jax.tree.map(_shape_and_dtype, tree) for tree in (carry, new))
         if before != after:
@@ -359,7 +366,7 @@ class _User(_Replicated):
 
 @dataclass(frozen=True)
 class Prefix:
-    """One reducer for each part of a pytree, where `structure` is a prefix of it."""
+    """One reducer for each subtree of a pytree that has `structure` as a prefix."""
 
     structure: TreeDef
     reducers: Sequence[ShardedReducer]
@@ -383,12 +390,16 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a map asks of its outputs: all that is known before the function has been traced.
+    """How a map combines its outputs: everything that is known before the function is traced.
 
-    `accumulator` and `out_axes` are pytree prefixes of the outputs. Values have their examples
-    along axis 0 (`per_example`, or under CONCAT); `out_axes` says where CONCAT shall put them, and
-    None that an output has none. `limit` is how many chunks are run, if not all. `sharding`
-    is there if the examples are sharded.
+    Attributes:
+        accumulator: Pytree prefix of the outputs, of `AccumulationType` and `Accumulator`.
+        out_axes: Pytree prefix of the outputs: where CONCAT puts the example axis; None for
+            outputs without one.
+        plan: The chunks of the (local) examples.
+        per_example: Whether all values have examples along axis 0. Otherwise those under CONCAT do.
+        limit: Number of chunks to run, None for all.
+        sharding: How examples are sharded, None without a mesh.
     """
 
     accumulator: PyTree
@@ -399,7 +410,7 @@ class Reduction:
     sharding: BatchSharding | None = None
 
     def reducer(self, outputs: PyTree) -> ShardedReducer:
-        """The reducer for outputs of these shapes."""
+        """Return the reducer for outputs of these shapes."""
         structure = jax.tree.structure(self.accumulator)
         try:
             parts = structure.flatten_up_to(outputs)
@@ -415,11 +426,11 @@ class Reduction:
         ]
         return Prefix(structure, reducers)
 
-    def _for_part(self, kind: Any, part: PyTree, axes: list[Any]) -> ShardedReducer:
+    def _for_part(self, kind: object, part: PyTree, axes: list[int | None]) -> ShardedReducer:
         if isinstance(kind, Accumulator):
             if None in axes:
-                raise self._same_for_all(kind)
-            return self._for_user(kind, part)
+                raise self._unbatched_error(kind)
+            return self._for_accumulator(kind, part)
         if not isinstance(kind, AccumulationType):
             raise TypeError(
                 f"{where()}: an accumulator must be an AccumulationType or an Accumulator, or a "
@@ -430,12 +441,12 @@ class Reduction:
         return Prefix(structure, [self._for_leaf(kind, like, axis) for like, axis in pairs])
 
     def _for_leaf(
-        self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: Any
+        self, kind: AccumulationType, like: jax.ShapeDtypeStruct, axis: int | None
     ) -> ShardedReducer:
         if kind is AccumulationType.CONCAT:
-            return self._for_rows(like, axis)
+            return self._for_concat(like, axis)
         if axis is None:
-            raise self._same_for_all(kind)
+            raise self._unbatched_error(kind)
         if _jax.is_key(like):
             raise TypeError(f"{where()}: {kind} of random keys has no meaning; use CONCAT.")
         if kind is AccumulationType.SUM:
@@ -443,49 +454,49 @@ class Reduction:
         if not jnp.issubdtype(like.dtype, jnp.inexact):
             raise TypeError(
                 f"{where()}: {kind} of an output of dtype {like.dtype} has no exact result in "
-                f"that dtype. Return floating-point numbers, or use SUM."
+                f"that dtype. Return floating-point values, or use SUM."
             )
         if kind is AccumulationType.MEAN:
             return Mean(like, self.per_example, self.plan)
         return RunningMean(like, self.per_example)
 
-    def _same_for_all(self, kind: Any) -> ValueError:
+    def _unbatched_error(self, kind: AccumulationType | Accumulator) -> ValueError:
         return ValueError(
             f"{where()}: out_axes=None says that an output is the same for every example, "
-            f"so {kind} over examples is not asked for; use CONCAT, or an axis."
+            f"so {kind} cannot reduce it over examples; use CONCAT, or an integer axis."
         )
 
-    def _for_rows(self, like: jax.ShapeDtypeStruct, axis: Any) -> ShardedReducer:
+    def _for_concat(self, like: jax.ShapeDtypeStruct, axis: int | None) -> ShardedReducer:
         if axis is None:
             return Unbatched(like)
         size = self.plan.runs()[0].size
         if not self.per_example and (like.ndim == 0 or like.shape[0] != size):
             raise ValueError(
                 f"{where()}: CONCAT collects one row for each example, so the function must "
-                f"return arrays whose leading axis is that of the microbatch; for a microbatch of "
+                f"return arrays whose leading axis is the batch axis; for a microbatch of "
                 f"{size} it returned shape {like.shape}. Use SUM, MEAN or RUNNING_MEAN for "
-                f"outputs that belong to the microbatch as a whole."
+                f"outputs that are not per example."
             )
-        axis = normal_axis(axis, like.ndim, f"an output of shape {like.shape}")
+        axis = canonicalize_axis(axis, like.ndim, f"an output of shape {like.shape}")
         return Collect(like, self.plan, axis)
 
-    def _for_user(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
+    def _for_accumulator(self, accumulator: Accumulator, part: PyTree) -> ShardedReducer:
         if not accumulator.uneven:
             self._check_even()
         count = 1 if self.sharding is None else self.sharding.partition.count
         if accumulator.combine is None and count > 1:
             raise ValueError(
-                f"{where()}: the mesh splits examples among {count} devices, "
-                f"and this Accumulator does not say how to make one carry of theirs. Construct it "
+                f"{where()}: the examples are sharded among {count} devices, "
+                f"and this Accumulator does not say how to combine their carries. Construct it "
                 f"with combine=, a function of two carries."
             )
-        return _User(accumulator, part, self.per_example)
+        return _UserSupplied(accumulator, part, self.per_example)
 
     def _check_even(self) -> None:
         sizes = [run.size for run in self.plan.runs(self.limit)]
         cannot = (
-            "and this Accumulator does not say that it can take that. Construct it with "
-            "uneven=True if its update and aggregate are right for microbatches of any size, or"
+            "and this Accumulator does not say that it supports that. Construct it with "
+            "uneven=True if its update and aggregate are correct for microbatches of any size, or"
         )
         if self.sharding is not None and not self.sharding.partition.is_even:
             partition = self.sharding.partition
@@ -502,12 +513,15 @@ class Reduction:
 
 
 def _real(count: Size, like: Array) -> Array:
-    """Return a count as a real number of the precision of `like`."""
+    """Return a count as a real scalar of the precision of `like`."""
     return jnp.asarray(count, jnp.finfo(like.dtype).dtype)
 
 
 def _check(like: jax.ShapeDtypeStruct, value: Array, chunk: Chunk, rows: bool) -> None:
-    """Check that a value is like the first, except, with `rows`, for the size of its chunk."""
+    """Check that a value has the shape and dtype of the first.
+
+    With `rows`, its leading axis is that of the examples and has the size of the chunk.
+    """
     expected = (chunk.size, *like.shape[1:]) if rows else like.shape
     if value.shape != expected or value.dtype != like.dtype:
         raise ValueError(

@@ -1,15 +1,13 @@
-"""What a map is called with: which leaves of the arguments are batched, along which axis.
+"""The arguments of a call to a map: which leaves are batched, and along which axis.
 
-Everything a caller can get wrong about axes and lengths is found here, once, and reported in the
-caller's own words: parameter names and leaf paths, with the sizes that disagree. Past this point
-a map knows a flat list of arrays, an axis for each, and one length.
+All errors about axes and lengths are raised here, in terms of the user's own parameter names and
+leaf paths. Downstream, a map sees a flat list of arrays, an axis for each, and one length.
 """
 
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,46 +19,57 @@ from curvax._types import Array, Axes, Fun, PyTree, TreeDef
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one call, with their batched leaves set apart.
+    """The arguments of one call, with the batched leaves separated from the others.
 
-    `arrays` and `axes` are those of the batched leaves, whose positions among all `leaves` are
-    `positions`. All other leaves stay what the caller passed, arrays or not, unless their arrays
-    are set apart too: `unbatched`. `names` are what errors call the leaves.
+    Attributes:
+        arrays: The batched leaves.
+        axes: The batch axis of each of them.
+        length: The number of examples, which all of them have along their batch axis.
+        leaves: All leaves of the call, as the user passed them.
+        names: What error messages call these leaves.
+        structure: The pytree structure of `(args, kwargs)`.
+        indices: The indices of `arrays` among `leaves`.
+        unbatched: The other leaves that are arrays, if separated by `with_unbatched`.
+        unbatched_indices: Their indices among `leaves`.
     """
 
     arrays: tuple[Array, ...]
     axes: tuple[int, ...]
     length: int
-    leaves: tuple[Any, ...]
+    leaves: tuple[PyTree, ...]
     names: tuple[str, ...]
     structure: TreeDef
-    positions: tuple[int, ...]
+    indices: tuple[int, ...]
     unbatched: tuple[Array, ...] = ()
-    unbatched_positions: tuple[int, ...] = ()
+    unbatched_indices: tuple[int, ...] = ()
 
-    def call(self, fun: Fun, arrays: Sequence[Array]) -> Any:
-        """`fun` on the call's arguments, with these arrays for the batched leaves."""
-        filled = list(self.leaves)
-        pairs = zip(
-            (*self.positions, *self.unbatched_positions), (*arrays, *self.unbatched), strict=True
-        )
-        for position, array in pairs:
-            filled[position] = array
-        args, kwargs = jax.tree.unflatten(self.structure, filled)
+    def call(self, fun: Fun, arrays: Sequence[Array]) -> PyTree:
+        """Call `fun` on the arguments, with `arrays` in place of the batched leaves."""
+        leaves = list(self.leaves)
+        indices, values = (*self.indices, *self.unbatched_indices), (*arrays, *self.unbatched)
+        for index, value in zip(indices, values, strict=True):
+            leaves[index] = value
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return fun(*args, **kwargs)
 
     def with_unbatched(self) -> "Batch":
-        """Return the batch with the arrays that are not batched set apart, too."""
-        others = [i for i in range(len(self.leaves)) if i not in self.positions]
-        positions = [i for i in others if isinstance(self.leaves[i], jax.Array)]
-        unbatched = tuple(self.leaves[i] for i in positions)
-        return replace(self, unbatched=unbatched, unbatched_positions=tuple(positions))
+        """Return the batch with `unbatched` separated, to pass these arrays to `shard_map`."""
+        indices = tuple(
+            i
+            for i, leaf in enumerate(self.leaves)
+            if i not in self.indices and isinstance(leaf, jax.Array)
+        )
+        unbatched = tuple(self.leaves[i] for i in indices)
+        return replace(self, unbatched=unbatched, unbatched_indices=indices)
 
 
 def mapped_arguments(
-    fun: Fun, args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Axes
+    fun: Fun, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], in_axes: Axes
 ) -> Batch:
-    """The batch of a call to a mapped `fun`: `in_axes` as in `jax.vmap`, keywords over axis 0."""
+    """Return the batch of a call to a vectorised `fun`, with `in_axes` as `jax.vmap` takes them.
+
+    Keyword arguments are mapped over axis 0.
+    """
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
@@ -76,87 +85,89 @@ def mapped_arguments(
 
 def batched_arguments(
     fun: Fun,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     argnums: int | Sequence[int],
     argnames: str | Sequence[str],
     in_axes: Axes,
 ) -> Batch:
-    """The batch of a call to `fun`, some of whose arguments are batches.
+    """Return the batch of a call to `fun`, some of whose arguments are batches.
 
-    They are named by `argnums` and `argnames`, however they are passed. `in_axes` is one axis (or
-    prefix) for all of them, or a sequence with an entry for each of `argnums`, then `argnames`.
+    `argnums` and `argnames` say which, whether they are passed by position or by keyword. `in_axes`
+    is one axis (or pytree prefix) for all of them, or a sequence with an entry for each of
+    `argnums`, then of `argnames`.
     """
-    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    indices = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    selected = (*indices, *names)
     if isinstance(in_axes, tuple | list):
-        if len(in_axes) != len(numbers) + len(names):
+        if len(in_axes) != len(selected):
             raise ValueError(
-                f"{where()}: in_axes has {len(in_axes)} entries for {len(numbers) + len(names)} "
+                f"{where()}: in_axes has {len(in_axes)} entries for {len(selected)} "
                 f"batch arguments (argnums={argnums!r}, argnames={argnames!r}). Give one entry "
                 f"for each, or one axis for all."
             )
         axes = list(in_axes)
     else:
-        axes = [in_axes] * (len(numbers) + len(names))
+        axes = [in_axes] * len(selected)
 
-    found: dict[int | str, Axes] = {}
-    for who, axis in zip((*numbers, *names), axes, strict=True):
-        place = _locate(who, fun, len(args), kwargs)
-        if place in found:
+    axis_of: dict[int | str, Axes] = {}
+    for argument, axis in zip(selected, axes, strict=True):
+        passed_as = _position_or_keyword(argument, fun, len(args), kwargs)
+        if passed_as in axis_of:
             raise ValueError(
-                f"{where()}: the batch argument {who!r} is named twice "
+                f"{where()}: the batch argument {argument!r} is named twice "
                 f"(argnums={argnums!r}, argnames={argnames!r})."
             )
-        if place is not None:
-            found[place] = axis
-    args_axes = [found.get(i) for i in range(len(args))]
-    return _batch(fun, args, kwargs, args_axes, {k: found.get(k) for k in kwargs})
+        if passed_as is not None:
+            axis_of[passed_as] = axis
+    args_axes = [axis_of.get(i) for i in range(len(args))]
+    return _batch(fun, args, kwargs, args_axes, {k: axis_of.get(k) for k in kwargs})
 
 
-def normal_axis(axis: Any, ndim: int, what: str) -> int:
-    """`axis` counted from the front, for an array with `ndim` axes that errors call `what`."""
-    number = as_integer(axis)
-    if number is None:
+def canonicalize_axis(axis: object, ndim: int, what: str) -> int:
+    """Return `axis` as a non-negative int, for an array of `ndim` axes that errors call `what`."""
+    index = as_integer(axis)
+    if index is None:
         raise TypeError(f"{where()}: the axis of {what} must be an integer or None, got {axis!r}.")
-    if not -ndim <= number < ndim:
-        raise ValueError(f"{where()}: axis {number} is out of range for {what} with {ndim} axes.")
-    return number % ndim
+    if not -ndim <= index < ndim:
+        raise ValueError(f"{where()}: axis {index} is out of range for {what} with {ndim} axes.")
+    return index % ndim
 
 
 def _batch(
     fun: Fun,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     args_axes: Sequence[Axes],
     kwargs_axes: Mapping[str, Axes],
 ) -> Batch:
     names, leaves, axes = [], [], []
-    arguments = [*zip(_names(fun, len(args)), args, args_axes, strict=True)]
+    arguments = [*zip(_argument_names(fun, len(args)), args, args_axes, strict=True)]
     arguments += [(name, kwargs[name], kwargs_axes[name]) for name in sorted(kwargs)]
     for name, argument, prefix in arguments:
         paths = jax.tree_util.tree_leaves_with_path(argument)
         names += [leaf_name(name, path) for path, _ in paths]
         leaves += [leaf for _, leaf in paths]
-        axes += _axes_of(argument, prefix, name)
+        axes += _leaf_axes(argument, prefix, name)
 
-    mapped = [i for i, axis in enumerate(axes) if axis is not None]
-    arrays = tuple(_array(leaves[i], names[i]) for i in mapped)
-    for i, array in zip(mapped, arrays, strict=True):
-        axes[i] = normal_axis(axes[i], array.ndim, f"{names[i]} of shape {array.shape}")
-    lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(mapped, arrays, strict=True)]
+    batched = [i for i, axis in enumerate(axes) if axis is not None]
+    arrays = tuple(_as_array(leaves[i], names[i]) for i in batched)
+    for i, array in zip(batched, arrays, strict=True):
+        axes[i] = canonicalize_axis(axes[i], array.ndim, f"{names[i]} of shape {array.shape}")
+    lengths = [(names[i], array.shape[axes[i]]) for i, array in zip(batched, arrays, strict=True)]
     return Batch(
         arrays=arrays,
-        axes=tuple(axes[i] for i in mapped),
+        axes=tuple(axes[i] for i in batched),
         length=_common_length(lengths),
         leaves=tuple(leaves),
         names=tuple(names),
         structure=jax.tree.structure((tuple(args), dict(kwargs))),
-        positions=tuple(mapped),
+        indices=tuple(batched),
     )
 
 
-def _axes_of(argument: PyTree, prefix: Axes, name: str) -> list[Any]:
+def _leaf_axes(argument: PyTree, prefix: Axes, name: str) -> list[Axes]:
     try:
         return broadcast_prefix(prefix, argument)
     except ValueError as error:
@@ -166,18 +177,18 @@ def _axes_of(argument: PyTree, prefix: Axes, name: str) -> list[Any]:
         ) from None
 
 
-def _array(leaf: Any, name: str) -> Array:
+def _as_array(leaf: PyTree, name: str) -> Array:
     try:
         array = jnp.asarray(leaf)
     except TypeError:
         raise TypeError(
-            f"{where()}: {name} is to be split but is no array: {type(leaf).__name__} {leaf!r}. "
-            f"Set its axis to None to pass it as it is."
+            f"{where()}: {name} must be batched but is not an array: {type(leaf).__name__} "
+            f"{leaf!r}. Set its axis to None to pass it unchanged."
         ) from None
     if array.ndim == 0:
         raise ValueError(
-            f"{where()}: {name} has no axis to split: it is zero-dimensional. Give it a batch "
-            f"axis, or set its axis to None to pass it whole each time."
+            f"{where()}: {name} has no batch axis: it is zero-dimensional. Give it one, or set its "
+            f"axis to None to pass it unchanged each time."
         )
     return array
 
@@ -197,8 +208,8 @@ def _common_length(lengths: Sequence[tuple[str, int]]) -> int:
     return lengths[0][1]
 
 
-def _positions(fun: Fun) -> list[inspect.Parameter]:
-    """The parameters of `fun` that can be passed by position, if Python can tell."""
+def _positional_parameters(fun: Fun) -> list[inspect.Parameter]:
+    """Return the parameters of `fun` that accept positional arguments, [] without a signature."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -206,23 +217,25 @@ def _positions(fun: Fun) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _names(fun: Fun, count: int) -> list[str]:
-    known = [p.name for p in _positions(fun)][:count]
+def _argument_names(fun: Fun, count: int) -> list[str]:
+    known = [p.name for p in _positional_parameters(fun)][:count]
     return known + [f"argument {i}" for i in range(len(known), count)]
 
 
-def _locate(who: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, Any]) -> int | str | None:
-    """The position or the keyword under which a batch argument was passed.
+def _position_or_keyword(
+    argument: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, PyTree]
+) -> int | str | None:
+    """Return the position or the keyword that a batch argument was passed by.
 
-    None if it was left out and is None by default.
+    None if it was omitted and defaults to None.
     """
-    parameters = _positions(fun)
+    parameters = _positional_parameters(fun)
     names = [p.name for p in parameters]
-    if isinstance(who, str):
-        position, keyword = (names.index(who) if who in names else None), who
+    if isinstance(argument, str):
+        position, keyword = (names.index(argument) if argument in names else None), argument
     else:
         count = max(num_args, len(names)) if kwargs else num_args
-        position = who if who >= 0 else who + count
+        position = argument if argument >= 0 else argument + count
         named = 0 <= position < len(names)
         keyword = names[position] if named else None
         if named and parameters[position].kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -234,8 +247,8 @@ def _locate(who: int | str, fun: Fun, num_args: int, kwargs: Mapping[str, Any]) 
     if keyword is not None and _defaults_to_none(fun, keyword):
         return None
     raise ValueError(
-        f"{where()}: the batch argument {who if keyword is None else keyword!r} is missing: the "
-        f"function was called with {num_args} positional arguments and the keywords "
+        f"{where()}: the batch argument {argument if keyword is None else keyword!r} is missing: "
+        f"the function was called with {num_args} positional arguments and the keywords "
         f"{sorted(kwargs)}."
     )
 

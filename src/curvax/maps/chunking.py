@@ -1,12 +1,11 @@
-"""A vectorised function over chunks: `map_chunks`, which every map of examples is made of.
+"""The loop over chunks: `map_chunks`, on which every map over examples is built.
 
-`map_indices` and `reduce_indices` are for what is told apart by its number alone.
+`map_indices` and `reduce_indices` map a function over `0, 1, …, length - 1` instead of over arrays.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +19,30 @@ from curvax.maps.arguments import Batch
 from curvax.maps.chunk_plan import Chunk, ChunkPlan, Run, check_limit
 from curvax.maps.sharding import BatchSharding
 
-Compute = Callable[[Sequence[Array]], PyTree]
+Arrays = Sequence[Array]
+Compute = Callable[[Arrays], PyTree]
 
 
 def trace_once(
     fun: Fun, plan: ChunkPlan, limit: Size | None, sharding: BatchSharding | None = None
 ) -> Fun:
-    """`fun`, traced once for each shape of its array arguments, however often it is called.
+    """Return `fun`, traced once for each shape of its array arguments, however often it is called.
 
-    The loop asks for the shape of a value before it computes any, and a plan with chunks of two
-    sizes has two bodies; the user's function shall not notice. Where there is no loop, on one
-    device, it is called directly.
+    `reduce_chunks` evaluates the shape of a value before it computes any, and a plan with chunks of
+    two sizes has two loop bodies; neither should trace a user-supplied function again. Where there
+    is no loop, on one device, `fun` is called directly.
     """
-    return fun if sharding is None and _no_loop(plan, limit) else _jax.inlined(fun)
+    return fun if sharding is None and _is_single_chunk(plan, limit) else _jax.inlined(fun)
 
 
-def first_value(
-    compute: Compute, arrays: Sequence[Array], axes: Sequence[int], plan: ChunkPlan
-) -> PyTree:
-    """`compute(chunk of arrays)` for the first chunk of `plan`."""
-    return _values(compute, arrays, axes, plan)(_first(plan))
+def first_value(compute: Compute, arrays: Arrays, axes: Sequence[int], plan: ChunkPlan) -> PyTree:
+    """Return `compute(chunk of arrays)` for the first chunk of `plan`."""
+    return _on_chunk(compute, arrays, axes, plan)(_first_chunk(plan))
 
 
 def reduce_chunks(
     compute: Compute,
-    arrays: Sequence[Array],
+    arrays: Arrays,
     axes: Sequence[int],
     plan: ChunkPlan,
     make_reducer: Callable[[PyTree], Reducer],
@@ -55,49 +53,60 @@ def reduce_chunks(
 ) -> PyTree:
     """Reduce `compute(chunk of arrays)` over the chunks of `plan`.
 
-    `make_reducer` gets the shapes of the first value. Only the first `limit` chunks are run if it
-    is given; a traced limit gives a loop that cannot be differentiated in reverse. `checkpoint`
-    computes each chunk again in the backward pass instead of saving what that needs. With a
-    `sharding`, under `shard_map`, the arrays are local shards, and the result is of all devices.
+    Every map runs this loop. Chunks run sequentially. Successive chunks of equal size share one
+    loop body; a chunk without such a neighbour runs outside any loop. Inputs are read, and
+    collected outputs written, in place (`curvax._slicing`), so that only one chunk is alive at a
+    time besides the inputs and the result.
 
-    This is the one loop behind every map. Chunks run one after the other. Successive chunks of one
-    size share one loop body; a chunk that stands alone is run without a loop. Inputs are read, and
-    collected outputs written, in place (`curvax._slicing`), so that besides the inputs and the
-    result only one chunk exists at a time.
+    Arguments:
+        compute: Function of one chunk of the arrays.
+        arrays: The batched arrays.
+        axes: The batch axis of each of them.
+        plan: The chunks.
+        make_reducer: Return the reducer, given the shapes of the first value.
+        limit: Number of chunks to run, None for all. If traced, the loop has no reverse-mode
+            derivative.
+        checkpoint: Recompute each chunk in the backward pass instead of saving its residuals.
+        sharding: How examples are sharded. The call is then under `shard_map`, the arrays are
+            local shards, and the result is over those of all devices.
+
+    Returns:
+        What the reducer returns at the end.
     """
-    value_of = _values(compute, arrays, axes, plan)
+    value_of = _on_chunk(compute, arrays, axes, plan)
 
-    def forgetful_value_of(chunk: Chunk) -> PyTree:
+    def rematerialised_value_of(chunk: Chunk) -> PyTree:
         policy = None if checkpoint else _slicing.save_all_but_reads
-        # In a loop the compiler cannot merge the two passes; outside it must be kept from it.
+        # XLA cannot merge the forward and the backward pass of a loop by common-subexpression
+        # elimination, but it can outside of one.
         prevent_cse = checkpoint and chunk.run.count == 1
         compute_at = lambda index: value_of(replace(chunk, index=index))
         checkpointed = jax.checkpoint(compute_at, policy=policy, prevent_cse=prevent_cse)
         return jax.tree.map(jnp.asarray, checkpointed(chunk.index))
 
-    first = _first(plan)
-    if _no_loop(plan, limit):
-        value = forgetful_value_of(first) if checkpoint else value_of(first)
+    first = _first_chunk(plan)
+    if _is_single_chunk(plan, limit):
+        value = rematerialised_value_of(first) if checkpoint else value_of(first)
         reducer = make_reducer(jax.eval_shape(lambda: value))
         carry = reducer.update(reducer.init(), value, first)
         return reducer.finalize(carry, plan.length, sharding)
 
     with _jax.mesh_of(arrays):
-        # JAX cannot checkpoint side effects; a function that has some remembers what it read.
+        # JAX cannot checkpoint side effects, so a function that has some saves the rows it reads.
         effects = _jax.has_effects(lambda: value_of(first))
-        value_in_loop = value_of if effects and not checkpoint else forgetful_value_of
+        value_in_loop = value_of if effects and not checkpoint else rematerialised_value_of
         reducer = make_reducer(jax.eval_shape(lambda: value_in_loop(first)))
         has_optional = (
             sharding.has_optional() if sharding is not None and plan.optional_last else None
         )
         carry = _run_all(value_in_loop, reducer, plan, limit, has_optional)
-        return reducer.finalize(carry, _examples(plan, limit, has_optional), sharding)
+        return reducer.finalize(carry, _num_examples(plan, limit, has_optional), sharding)
 
 
-def _values(
-    compute: Compute, arrays: Sequence[Array], axes: Sequence[int], plan: ChunkPlan
+def _on_chunk(
+    compute: Compute, arrays: Arrays, axes: Sequence[int], plan: ChunkPlan
 ) -> Callable[[Chunk], PyTree]:
-    """The value of each chunk."""
+    """Return `compute` as a function of a chunk of the plan."""
     sources = [(plan.lay_out(x, axis), axis) for x, axis in zip(arrays, axes, strict=True)]
 
     def value_of(chunk: Chunk) -> PyTree:
@@ -107,11 +116,12 @@ def _values(
     return value_of
 
 
-def _first(plan: ChunkPlan) -> Chunk:
+def _first_chunk(plan: ChunkPlan) -> Chunk:
     return Chunk(plan, plan.runs()[0], 0)
 
 
-def _no_loop(plan: ChunkPlan, limit: Size | None) -> bool:
+def _is_single_chunk(plan: ChunkPlan, limit: Size | None) -> bool:
+    """Return whether the plan is one chunk that always runs, for which no loop is needed."""
     return plan.num_chunks == 1 and limit is None and not plan.optional_last
 
 
@@ -124,46 +134,43 @@ def _run_all(
 ) -> Carry:
     runs = plan.runs(limit)
     carry = reducer.init()
-    # The number of the next chunk is handed on from run to run, and the compiler is kept from
-    # seeing that it knows it. Else it computes a chunk that stands alone beside the loop or beside
-    # another one, and holds two at a time.
-    handed_on = len(runs) > 1
-    number = lax.optimization_barrier(jnp.int32(0)) if handed_on else 0
+    # With several runs, the index of the next chunk is part of the loop state and hidden from the
+    # compiler. Otherwise XLA sees that runs are independent and schedules a single chunk
+    # concurrently with a loop or with another chunk, so that two chunks are alive at a time.
+    is_chained = len(runs) > 1
+    next_index = lax.optimization_barrier(jnp.int32(0)) if is_chained else 0
     for run in runs:
 
         def body(index: Size, state: tuple[Size, Carry], run: Run = run) -> tuple[Size, Carry]:
-            number, carry = state
-            chunk = Chunk(plan, run, number if handed_on else index)
+            next_index, carry = state
+            chunk = Chunk(plan, run, next_index if is_chained else index)
             value = value_of(chunk)
-            if handed_on:
-                number = number + 1 + (_slicing.zero_after(value) if run.count == 1 else 0)
-            return number, reducer.update(carry, value, chunk)
+            if is_chained:
+                next_index = next_index + 1 + (_slicing.zero_after(value) if run.count == 1 else 0)
+            return next_index, reducer.update(carry, value, chunk)
 
-        last = run.first + run.count
+        state = next_index, carry
+        end = run.first + run.count
         if isinstance(limit, jax.Array):
-            last = jnp.clip(limit, run.first, last)
-            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
-        elif run.count > 1:
-            number, carry = lax.fori_loop(run.first, last, body, (number, carry))
+            end = jnp.clip(limit, run.first, end)
+        if run.count > 1 or isinstance(limit, jax.Array):
+            next_index, carry = lax.fori_loop(run.first, end, body, state)
         elif has_optional is not None and run is runs[-1]:
-            # Not a loop of at most one step, which has no reverse derivative.
+            # A loop of at most one step would have no reverse-mode derivative.
             step = lambda state, run=run, body=body: body(run.first, state)
-            number, carry = lax.cond(has_optional, step, lambda state: state, (number, carry))
+            next_index, carry = lax.cond(has_optional, step, lambda state: state, state)
         else:
-            number, carry = body(run.first, (number, carry))
+            next_index, carry = body(run.first, state)
     return carry
 
 
-def _examples(plan: ChunkPlan, limit: Size | None, has_optional: Array | None) -> Size:
-    """How many examples the first `limit` chunks hold."""
+def _num_examples(plan: ChunkPlan, limit: Size | None, has_optional: Array | None) -> Size:
+    """Return the number of examples in the first `limit` chunks."""
     if has_optional is not None:
         return plan.length - 1 + has_optional.astype(jnp.int32)
     if isinstance(limit, jax.Array):
         return sum(jnp.clip(limit - run.first, 0, run.count) * run.size for run in plan.runs())
     return sum(run.count * run.size for run in plan.runs(limit))
-
-
-Arrays = Sequence[Array]
 
 
 def reduce_batch(
@@ -175,12 +182,12 @@ def reduce_batch(
 ) -> PyTree:
     """Reduce `compute(unbatched, chunk of arrays)` over the chunks of the batch.
 
-    `unbatched` are the batch's other arrays, as the device has them that computes.
+    `unbatched` are the other arrays of the batch, as the computing device sees them.
 
-    On a mesh every device runs that loop on its shard of the examples, under `shard_map`. Batched
-    arrays are sharded along their batch axes, others replicated. How a result is sharded is up to
-    the reducer, which is made for the shapes of a value; so the function is traced first, where it
-    will run, and that is the only time that it is.
+    On a mesh every device runs the loop on its shard of the examples, under `shard_map`. Batched
+    arrays are sharded along their batch axes, others replicated. The reducer decides how the result
+    is sharded, and it is built for the shapes of a value. So `compute` is first traced under
+    `shard_map` for its shapes; with `trace_once` that is the only trace.
     """
     plan, sharding = reduction.plan, reduction.sharding
 
@@ -223,7 +230,7 @@ def reduce_batch(
 
 
 def map_chunks(
-    example: Callable[[Batch, Sequence[Array]], Any],
+    example: Callable[[Batch, Arrays], PyTree],
     batch: Batch,
     size: int | None,
     *,
@@ -235,9 +242,23 @@ def map_chunks(
     checkpoint: bool = False,
     sharding: BatchSharding | None = None,
 ) -> PyTree:
-    """Call `example`, vectorised, on each chunk of the batch's arrays; combine the outputs.
+    """Vectorise `example` over each chunk of the batch's arrays and combine the outputs.
 
-    It gets the batch, whose other arrays it may use, and an example of each of the arrays.
+    Arguments:
+        example: Function of the batch, whose unbatched arrays it may use, and of one example of
+            each batched array.
+        batch: The arguments of the call.
+        size: Maximum number of examples in a chunk, None for all.
+        order: How examples are assigned to chunks.
+        out_axes: Pytree prefix of the outputs: where CONCAT puts the example axis.
+        accumulator: Pytree prefix of the outputs: how each is combined.
+        vmap_fn: A function with the signature of `jax.vmap`.
+        limit: Number of chunks to run, None for all.
+        checkpoint: Recompute each chunk in the backward pass.
+        sharding: How the examples are sharded, None without a mesh.
+
+    Returns:
+        The combined outputs.
     """
     if sharding is None:
         plan = ChunkPlan.of(batch.length, size, order)
@@ -246,8 +267,8 @@ def map_chunks(
         sharding.check_limit(limit, plan)
         vmap_fn = _on_local_shard(vmap_fn, sharding)
     limit = check_limit(limit, plan)
-    plan = _without_scattered_rows(plan, accumulator, limit, sharding)
-    # Examples come out along axis 0; where they go in the result is the reducer's business.
+    plan = _contiguous_if_equal(plan, accumulator, limit, sharding)
+    # Values have examples along axis 0; the reducer moves them to `out_axes`.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
     once = trace_once(
         lambda unbatched, *arrays: example(replace(batch, unbatched=unbatched), arrays),
@@ -256,7 +277,7 @@ def map_chunks(
         sharding,
     )
 
-    def compute(unbatched: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+    def compute(unbatched: Arrays, arrays: Arrays) -> PyTree:
         vectorised = vmap_fn(lambda *row: once(unbatched, *row), batch.axes, examples_first)
         return vectorised(*arrays)
 
@@ -272,7 +293,11 @@ def map_indices(
     out_axes: Axes = 0,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
-    """`fun` of each number below `length`, for `size` of them at a time, collected."""
+    """Map `fun` over the indices `0, 1, …, length - 1`, `size` at a time, and concatenate.
+
+    Equal to `jax.vmap(fun, out_axes=out_axes)(jnp.arange(length))`, except that memory holds the
+    intermediates of one chunk only. `each_chunk` is called whenever a chunk is traced.
+    """
     plan = ChunkPlan.of(length, size)
     kind = AccumulationType.CONCAT
     reduction = Reduction(kind, out_axes, plan, per_example=True, limit=None)
@@ -287,45 +312,45 @@ def reduce_indices(
     *,
     each_chunk: Callable[[], None] | None = None,
 ) -> PyTree:
-    """`fun` of each number below `length`, for `size` of them at a time, given to a reducer.
+    """Reduce `fun` over the indices `0, 1, …, length - 1`, vectorised over `size` at a time.
 
-    `each_chunk` is called with each chunk, when that is traced.
+    `make_reducer` gets the shapes of the first value, with indices along axis 0. `each_chunk` is
+    called whenever a chunk is traced.
     """
     plan = ChunkPlan.of(length, size)
     vectorised = jax.vmap(trace_once(fun, plan, None))
 
-    def compute(arrays: Sequence[Array]) -> PyTree:
+    def compute(arrays: Arrays) -> PyTree:
         if each_chunk is not None:
             each_chunk()
         return vectorised(*arrays)
 
-    numbers = jnp.arange(length, dtype=jnp.int32)
-    return reduce_chunks(compute, (numbers,), (0,), plan, make_reducer)
+    indices = jnp.arange(length, dtype=jnp.int32)
+    return reduce_chunks(compute, (indices,), (0,), plan, make_reducer)
 
 
-def _without_scattered_rows(
+def _contiguous_if_equal(
     plan: ChunkPlan, accumulator: PyTree, limit: Size | None, sharding: BatchSharding | None
 ) -> ChunkPlan:
-    """Return a contiguous plan in place of a strided one that gives the same result.
+    """Return a contiguous plan, which reads rows without a scattered gather, if results are equal.
 
-    Which examples are computed together shows only where a loop stops early, or to an
-    `Accumulator`. But an even strided plan keeps a sharded batch axis sharded, and while a program
-    is traced nobody knows whether it is, unless the arrays are local shards under `shard_map`.
+    The order of examples is observable only if the loop stops early, or by an `Accumulator`. An
+    even strided plan is kept nevertheless: it keeps a sharded batch axis sharded, and whether the
+    axis is sharded is unknown at trace time, unless the arrays are local shards under `shard_map`.
     """
-    is_seen = limit is not None or any(
+    is_observable = limit is not None or any(
         isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
     )
     keeps_sharded = len(plan.runs()) == 1 and sharding is None
-    if plan.order == "contiguous" or is_seen or keeps_sharded:
+    if plan.order == "contiguous" or is_observable or keeps_sharded:
         return plan
     return ChunkPlan(plan.length, plan.size).balanced()
 
 
 def _on_local_shard(vmap_fn: VmapFn, sharding: BatchSharding) -> VmapFn:
-    """Return `vmap_fn` for use under `shard_map`.
+    """Return `vmap_fn` for use under `shard_map`: without an `spmd_axis_name` of its axes.
 
-    Its `spmd_axis_name` says that examples are sharded along an axis of the mesh. A local shard is
-    not sharded any further along the axes of the `shard_map`.
+    A local shard is not sharded any further along the axes of the `shard_map`.
     """
     if not isinstance(vmap_fn, functools.partial):
         return vmap_fn

@@ -1,9 +1,9 @@
-"""`micro_grad`: per-example gradients, transformed and accumulated a microbatch at a time."""
+"""`micro_grad`: per-example gradients, transformed and accumulated one microbatch at a time."""
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,25 @@ from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 
 
 class PerExample(NamedTuple):
-    """What `micro_grad` returns of each example, one row for each, in the given order."""
+    """Per-example results of `micro_grad`, with examples along the leading axis, in batch order.
 
-    values: Any
-    """The value of the function."""
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from curvax import micro_grad
+        >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
+        >>> _, per_example = micro_grad(loss, metrics_fn=jnp.max)(jnp.ones(2), 2 * jnp.eye(3, 2))
+        >>> print(per_example.values, per_example.metrics, per_example.aux)
+        [4. 4. 0.] [8. 8. 0.] None
+    """
 
-    metrics: Any
-    """What `metrics_fn` made of the gradient."""
+    values: PyTree
+    """Value of the function."""
 
-    aux: Any
-    """The function's auxiliary output, or None."""
+    metrics: PyTree
+    """Output of `metrics_fn` on the gradient."""
+
+    aux: PyTree
+    """Auxiliary output of the function, None without `has_aux`."""
 
 
 def _identity(gradient: PyTree) -> PyTree:
@@ -51,8 +60,8 @@ def micro_grad(
     keep_batch_dim: bool = True,
     microbatch_size: int | None = None,
     accumulator: PyTree = AccumulationType.SUM,
-    transform_fn: Callable[[Any], Any] = _identity,
-    metrics_fn: Callable[[Any], Any] = _nothing,
+    transform_fn: Callable[[PyTree], PyTree] = _identity,
+    metrics_fn: Callable[[PyTree], PyTree] = _nothing,
     num_real_microbatches: Size | None = None,
     *,
     in_axes: Axes = 0,
@@ -64,8 +73,8 @@ def micro_grad(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> Fun:
-    """Accumulate the gradients of `fun` at each example, transformed, a microbatch at a time.
+) -> Callable[..., tuple[PyTree, PerExample]]:
+    """Transform and accumulate the per-example gradients of `fun`, one microbatch at a time.
 
     Equal to
 
@@ -76,63 +85,69 @@ def micro_grad(
         result = accumulator over transformed
         return result, PerExample(values, metrics, aux), each stacked over examples
 
-    except that the examples of a microbatch are computed at once, and only one microbatch of
-    gradients exists at a time. With a `transform_fn` that clips this is the gradient of
-    differentially private training; with one that returns `(g, g**2)` it gives moments.
+    except that the examples of a microbatch are vectorised, and only one microbatch of gradients
+    exists at a time. With a `transform_fn` that clips, the result is the gradient sum of
+    differentially private SGD (Abadi et al. 2016, "Deep Learning with Differential Privacy"); with
+    one that returns `(g, g**2)`, it is the first two moments.
 
     Arguments:
-        fun: a scalar function of parameters and a batch.
-        has_aux: whether `fun` returns `(value, aux)`.
-        argnums: the arguments to differentiate, as in `jax.grad`.
-        batch_argnums: which arguments are batches.
-        keep_batch_dim: whether `fun` sees an example as a batch of one, or without batch axis.
-        microbatch_size: the most examples to compute at once. None takes all.
-        accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
-            prefix of what `transform_fn` returns.
-        transform_fn: applied to the gradient of each example.
-        metrics_fn: applied to the gradient of each example, before it is transformed.
-        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
-            and the means are then over the examples that ran, and `PerExample` has zeros for the
-            others. As a Python int it makes a shorter program; traced, one program serves every
-            number, but cannot be differentiated in reverse mode. On a mesh of D devices it takes a
-            "strided" order and a number of examples that D times the size of the microbatches
-            divides.
-        in_axes: the batch axis of all batch arguments, or a sequence with an entry for each of
+        fun: Scalar function of parameters and a batch.
+        has_aux: Whether `fun` returns `(value, aux)`.
+        argnums: Indices of the arguments to differentiate with respect to. For an int the gradient
+            is that of one argument, for a sequence a tuple of gradients.
+        batch_argnums: Indices of the arguments that are batches.
+        keep_batch_dim: Whether `fun` receives an example as a batch of one, or without batch axis.
+        microbatch_size: Maximum number of examples to compute at once. None computes all.
+        accumulator: An `AccumulationType`, an `Accumulator`, or a pytree of these that is a
+            prefix of the output of `transform_fn`.
+        transform_fn: Function applied to the gradient of each example before accumulation.
+        metrics_fn: Function applied to the untransformed gradient of each example.
+        num_real_microbatches: Number of microbatches to run, the first ones in the given order.
+            SUM and the means are then over the examples that ran, and `PerExample` has zeros for
+            the others. A Python int shortens the program. A traced value lets one program serve
+            every number, but has no reverse-mode derivative. On a mesh of D devices the
+            microbatches are those of one device with a `microbatch_size` D times as large; this
+            requires a "strided" order and a number of examples that is divisible by D times the
+            microbatch size.
+        in_axes: The batch axis of all batch arguments, or a sequence with an entry for each of
             `batch_argnums`; an entry may be a pytree prefix of the argument, with None for leaves
             that are not batched.
-        vmap_fn: a function with the signature of `jax.vmap`, called by position with a function
+        vmap_fn: A function with the signature of `jax.vmap`, called by position with a function
             of the batched leaves alone, a tuple of their axes, and `out_axes`; for example
             `functools.partial(jax.vmap, spmd_axis_name="data")`.
-        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+        order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
-        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
-            The largest microbatch is taken with which a call, compiled by itself, allocates no
-            more.
-        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
-            with respect to all arrays that it depends on.
-        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
-            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: shard the examples over the devices of a mesh. `microbatch_size` and `memory_budget`
-            are then for each device. An `Accumulator` needs its `combine`.
-        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
-            other axes nothing changes: parameters may be sharded there.
-        replicated: whether `PerExample`, and what CONCAT collects, is replicated on every device.
-            By default it is sharded along the axis of examples, if the number of devices divides
-            that of examples; what is reduced is always replicated.
+        memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
+            string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
+            memory. The largest microbatch is chosen with which a call, compiled by itself,
+            allocates no more.
+        plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
+            its reverse-mode derivative with respect to all arrays it depends on.
+        objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is
+            fast by a heuristic: on a CPU its temporaries stay in the cache, elsewhere it is the
+            largest.
+        mesh: Mesh to shard the examples over. `microbatch_size` and `memory_budget` are then per
+            device. An `Accumulator` needs its `combine`.
+        axis: Name of the mesh axis to shard along, or of several that count as one; optional for a
+            mesh with a single axis. Along other axes nothing changes: parameters may be sharded
+            there.
+        replicated: Whether to replicate `PerExample` and concatenated results on every device. By
+            default they are sharded along the example axis if the number of devices divides the
+            number of examples. Reduced results are always replicated.
 
     Returns:
-        A function of the arguments of `fun` that returns `(result, PerExample)`. Arguments may be
-        passed by position or by name. Call it under `jax.jit`.
+        A function of the arguments of `fun`, by position or by keyword, that returns
+        `(result, PerExample)`. Call it under `jax.jit`, like any loop in JAX.
 
     Raises:
-        ValueError: if the batch arguments have no common length or are missing, an axis does not
-            exist, the accumulator does not fit the gradients, or more microbatches are asked for
-            than there are; if both a size and a budget are given; if the mesh has no such axis, an
-            array is committed to devices elsewhere, or the call is inside a `jax.shard_map` over
-            the axis.
-        TypeError: if a size is no integer, `transform_fn` or `metrics_fn` no function, or a mean
-            is asked for of integers.
-        MemoryBudgetError: if not even microbatches of one fit the budget.
+        ValueError: If batch arguments differ in length or are missing, an axis does not exist, the
+            accumulator does not fit the gradients, or `num_real_microbatches` exceeds the number of
+            microbatches; if both a size and a budget are given; if the mesh has no such axis, an
+            array is committed to other devices, or the call is inside a `jax.shard_map` over the
+            axis.
+        TypeError: If a size is not an integer, `transform_fn` or `metrics_fn` is not callable, or
+            integers are to be averaged.
+        MemoryBudgetError: If even microbatches of one example exceed the budget.
 
     Examples:
         >>> import jax
@@ -168,10 +183,12 @@ def micro_grad(
     )
     value_and_grad = jax.value_and_grad(fun, argnums, has_aux=has_aux)
 
-    def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
+    def batch_of(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Batch:
         return batched_arguments(fun, args, kwargs, batch_argnums, (), in_axes)
 
-    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        size: int | None, limit: Size | None, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, PerExample]:
         batch = batch_of(args, kwargs)
 
         def example(batch: Batch, arrays: Sequence[Array]) -> tuple[PyTree, PerExample]:
@@ -193,7 +210,7 @@ def micro_grad(
         )
 
     @functools.wraps(fun)
-    def gradients(*args: Any, **kwargs: Any) -> Any:
+    def gradients(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PerExample]:
         args, kwargs = _by_position(fun, args, kwargs)
         limit = num_real_microbatches
         if budget is None:
@@ -223,13 +240,13 @@ def micro_grad(
 
 
 def _by_position(
-    fun: Fun, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with everything by position that can be, where `jax.grad` looks for it."""
+    fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Return the call with arguments passed by position where possible, as `argnums` need them."""
     if not kwargs:
         return args, kwargs
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # It has no signature, or one that is not its own.
+    except (TypeError, ValueError):  # No signature, or one that does not match the function.
         return args, kwargs
     return bound.args, bound.kwargs

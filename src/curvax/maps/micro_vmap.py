@@ -1,7 +1,6 @@
-"""`micro_vmap`: `jax.vmap` a microbatch at a time, with reductions over examples."""
+"""`micro_vmap`: `jax.vmap` one microbatch at a time, with reductions over examples."""
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -36,65 +35,72 @@ def micro_vmap(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Fun:
-    """Vectorise `fun` over examples, a microbatch at a time, and combine the outputs.
+    """Vectorise `fun` over examples, one microbatch at a time, and combine the outputs.
 
     Equal to
 
         outputs = jax.vmap(fun, in_axes, out_axes)(*args, **kwargs)
         result = accumulator over the examples of outputs (CONCAT: outputs as they are)
 
-    except that only one microbatch of outputs, and of what `fun` computes on the way, exists at a
-    time. `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
+    except that only one microbatch of outputs, and of the intermediates of `fun`, exists at a time.
+    `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
 
-    With a `mesh`, each device does so with its shard of the examples, as in `chunked_vmap`, and
-    sums and means are over all. Devices meet once, at the end.
+    With a `mesh`, each device runs the loop over its shard, which holds successive examples, and
+    sums and means are over all devices. Devices communicate once, at the end.
 
     Arguments:
-        fun: the function of one example.
-        in_axes: as in `jax.vmap`; keyword arguments are mapped over axis 0.
-        out_axes: as in `jax.vmap`, for outputs that are concatenated. A reduced output has no
-            such axis; which integer is given for it does not matter.
-        microbatch_size: the most examples to compute at once. None takes all.
-        vmap_fn: a function with the signature of `jax.vmap`, called by position with a function
+        fun: Function of one example.
+        in_axes: The axis to map over, for all positional arguments or in a tuple with an entry for
+            each. An entry is an integer, None for an argument that is passed unchanged, or a
+            pytree prefix of the argument. Keyword arguments are mapped over axis 0.
+        out_axes: Where the mapped axis appears in concatenated outputs: an integer, None for an
+            output that is the same for every example, or a pytree prefix of the outputs. Reduced
+            outputs have no such axis; for them any integer will do.
+        microbatch_size: Maximum number of examples to compute at once. None computes all.
+        vmap_fn: A function with the signature of `jax.vmap`, called by position with a function
             of the batched leaves alone, a tuple of their axes, and `out_axes`; for example
             `functools.partial(jax.vmap, spmd_axis_name="data")`.
-        accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
+        accumulator: An `AccumulationType`, an `Accumulator`, or a pytree of these that is a
             prefix of the outputs.
-        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
-            and the means are then over the examples that ran, and CONCAT gives zeros for the
-            others. As a Python int it makes a shorter program; traced, one program serves every
-            number, but cannot be differentiated in reverse mode. On a mesh of D devices the
+        num_real_microbatches: Number of microbatches to run, the first ones in the given order.
+            SUM and the means are then over the examples that ran, and CONCAT returns zeros for the
+            others. A Python int shortens the program. A traced value lets one program serve every
+            number, but has no reverse-mode derivative. On a mesh of D devices the
             microbatches are those of one device with a `microbatch_size` D times as large; this
-            takes a "strided" order and a number of examples that D times the size of the
-            microbatches divides.
-        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+            requires a "strided" order and a number of examples that is divisible by D times the
+            microbatch size.
+        order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
-        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
-            The largest microbatch is taken with which a call, compiled by itself, allocates no
-            more.
-        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
-            with respect to all arrays that it depends on.
-        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
-            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: shard the examples over the devices of a mesh. `microbatch_size` and `memory_budget`
-            are then for each device. An `Accumulator` needs its `combine`.
-        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
-            other axes nothing changes: parameters may be sharded there.
-        replicated: whether to replicate the result on every device. By default CONCAT is sharded
-            along its `out_axes`, if the number of devices divides that of examples; what is
-            reduced is always replicated.
+        memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
+            string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
+            memory. The largest microbatch is chosen with which a call, compiled by itself,
+            allocates no more.
+        plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
+            its reverse-mode derivative with respect to all arrays it depends on.
+        objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is
+            fast by a heuristic: on a CPU its temporaries stay in the cache, elsewhere it is the
+            largest.
+        mesh: Mesh to shard the examples over. `microbatch_size` and `memory_budget` are then per
+            device. An `Accumulator` needs its `combine`.
+        axis: Name of the mesh axis to shard along, or of several that count as one; optional for a
+            mesh with a single axis. Along other axes nothing changes: parameters may be sharded
+            there.
+        replicated: Whether to replicate concatenated results on every device. By default they are
+            sharded along their `out_axes` if the number of devices divides the number of examples.
+            Reduced results are always replicated.
 
     Returns:
-        A function like `fun` of batched arguments. Call it under `jax.jit`.
+        A function of batched arguments that returns the combined outputs. Call it under `jax.jit`,
+        like any loop in JAX.
 
     Raises:
-        ValueError: if the batched arguments have no common length, none is batched, an axis does
-            not exist, the accumulator does not fit the outputs, or more microbatches are asked
-            for than there are; if both a size and a budget are given; if the mesh
-            has no such axis, an array is committed to devices elsewhere, or the call is inside a
-            `jax.shard_map` over the axis.
-        TypeError: if a size is no integer, or a mean is asked for of integers.
-        MemoryBudgetError: if not even microbatches of one fit the budget.
+        ValueError: If the batched arguments differ in length, none is batched, an axis does not
+            exist, the accumulator does not fit the outputs, or `num_real_microbatches` exceeds the
+            number of microbatches; if both a size and a budget are given; if the mesh has no such
+            axis, an array is committed to other devices, or the call is inside a `jax.shard_map`
+            over the axis.
+        TypeError: If a size is not an integer, or integer outputs are to be averaged.
+        MemoryBudgetError: If even microbatches of one example exceed the budget.
 
     Examples:
         >>> import jax
@@ -118,7 +124,7 @@ def micro_vmap(
         is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
-    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
+    def run(size: int | None, limit: Size | None, *args: PyTree, **kwargs: PyTree) -> PyTree:
         batch = mapped_arguments(fun, args, kwargs, in_axes)
         return map_chunks(
             lambda batch, arrays: batch.call(fun, arrays),
@@ -133,7 +139,7 @@ def micro_vmap(
         )
 
     @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)

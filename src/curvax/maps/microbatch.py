@@ -1,20 +1,20 @@
-"""`microbatch`: a function of a batch, run on one microbatch after the other."""
+"""`microbatch`: a function of a batch, run on one microbatch at a time."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from curvax._errors import check_count, check_divides, check_size
 from curvax._tree import as_key, leaf_name
 from curvax._types import Array, Axes, Fun, Order, PyTree, Size
 from curvax.devices.mesh_axis import Axis, MeshAxis
 from curvax.maps.accumulators import AccumulationType, Reduction
-from curvax.maps.arguments import Batch, batched_arguments, normal_axis
+from curvax.maps.arguments import Batch, batched_arguments, canonicalize_axis
 from curvax.maps.chunk_plan import ChunkPlan, check_limit, check_order, even_sizes
 from curvax.maps.chunking import reduce_batch, trace_once
 from curvax.maps.sharding import BatchSharding, examples_per_device
@@ -39,67 +39,71 @@ def microbatch(
     axis: Axis | None = None,
     replicated: bool = False,
 ) -> Fun:
-    """Split the batch arguments of `fun` into microbatches, run it on each, combine the outputs.
+    """Run `fun` on one microbatch of its batch arguments at a time and combine the outputs.
 
     Equal to
 
         outputs = [fun(… microbatch i in place of the batch …) for i in range(M)]
         result = accumulator over outputs
 
-    in a loop, so that what `fun` computes on the way exists for one microbatch only. For a `fun`
-    that sums over its batch, SUM gives `fun` of the whole batch; for one that averages, MEAN and
+    in a loop, so that the intermediates of `fun` exist for one microbatch only. For a `fun` that
+    sums over its batch, SUM gives `fun` of the full batch; for one that averages, MEAN and
     RUNNING_MEAN do; for one that returns a row for each example, CONCAT does.
 
-    `fun` is traced once, and once more if the microbatches are of two sizes because
-    `microbatch_size` does not divide the batch. MEAN and RUNNING_MEAN then weight each microbatch
-    by its examples.
+    `fun` is traced once, or twice if the microbatches are of two sizes because `microbatch_size`
+    does not divide the batch. MEAN and RUNNING_MEAN then weight each microbatch by its number of
+    examples.
 
-    With a `mesh` of D devices, device d has the examples from d * N / D on, makes microbatches of
-    them, and the result is over those of all devices; devices meet once, at the end. D must divide
-    the number N of examples.
+    With a `mesh` of D devices, the N examples are sharded contiguously, each device runs the loop
+    over its shard, and the result is over the microbatches of all devices, which communicate once,
+    at the end. D must divide N.
 
     Arguments:
-        fun: a function of a batch, and of anything else.
-        argnums: which positional arguments are batches. They may be passed by name too.
-        microbatch_size: the most examples in a microbatch. None takes all.
-        accumulator: an `AccumulationType`, an `Accumulator`, or a pytree of these that is a
+        fun: Function of one or more batches, and of any other arguments.
+        argnums: Indices of the parameters that are batches. They may be passed by keyword too.
+        microbatch_size: Maximum number of examples in a microbatch. None runs the full batch.
+        accumulator: An `AccumulationType`, an `Accumulator`, or a pytree of these that is a
             prefix of the outputs.
-        argnames: which arguments are batches, by name. They may be passed by position too.
-        in_axes: the batch axis of all batch arguments, or a sequence with an entry for each of
+        argnames: Names of further parameters that are batches. They may be passed by position too.
+        in_axes: The batch axis of all batch arguments, or a sequence with an entry for each of
             `argnums` and then of `argnames`; an entry may be a pytree prefix of the argument,
             with None for leaves that are not batched.
-        num_real_microbatches: run only that many microbatches, the first in the given order. SUM
-            and the means are then over those, and CONCAT gives zeros for the other examples. As a
-            Python int it makes a shorter program; traced, one program serves every number, but
-            cannot be differentiated in reverse mode. On a mesh each device runs as many of its
-            own; this takes a "strided" order, and microbatches that come out even.
-        order: "strided": with M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
+        num_real_microbatches: Number of microbatches to run, the first ones in the given order.
+            SUM and the means are then over those, and CONCAT returns zeros for the other examples.
+            A Python int shortens the program. A traced value lets one program serve every number,
+            but has no reverse-mode derivative. On a mesh each device runs that many microbatches of
+            its shard; this requires a "strided" order and microbatches of equal size.
+        order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
-        memory_budget: bytes, in place of `microbatch_size`, in any form that `parse_memory` takes.
-            The largest microbatch is taken with which a call, compiled by itself, allocates no
-            more.
-        plan_for: whether the budget is for the "value" or for the "gradient" through the map,
-            with respect to all arrays that it depends on.
-        objective: "memory" takes the largest microbatch that fits; "time" one that is fast by a
-            rule: on a CPU its temporaries stay in the cache, elsewhere it is the largest.
-        mesh: shard the batch over the devices of a mesh. `microbatch_size` and `memory_budget`
-            are then for each device. An `Accumulator` needs its `combine`.
-        axis: along which axis of the mesh, or several; a mesh with one axis needs no name. Along
-            other axes nothing changes: parameters may be sharded there.
-        replicated: whether to replicate the result on every device. By default CONCAT is sharded
-            along axis 0; what is reduced is always replicated.
+        memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
+            string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
+            memory. The largest microbatch is chosen with which a call, compiled by itself,
+            allocates no more.
+        plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
+            its reverse-mode derivative with respect to all arrays it depends on.
+        objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is
+            fast by a heuristic: on a CPU its temporaries stay in the cache, elsewhere it is the
+            largest.
+        mesh: Mesh to shard the batch over. `microbatch_size` and `memory_budget` are then per
+            device. An `Accumulator` needs its `combine`.
+        axis: Name of the mesh axis to shard along, or of several that count as one; optional for a
+            mesh with a single axis. Along other axes nothing changes: parameters may be sharded
+            there.
+        replicated: Whether to replicate concatenated results on every device. By default they are
+            sharded along axis 0. Reduced results are always replicated.
 
     Returns:
-        A function like `fun`. Call it under `jax.jit`.
+        A function of the arguments of `fun` that returns the combined outputs. Call it under
+        `jax.jit`, like any loop in JAX.
 
     Raises:
-        ValueError: if the batch arguments have no common length or are missing, an axis does not
-            exist, outputs do not fit their accumulator, or more microbatches are asked for than
-            there are; if both a size and a budget are given; if devices do not divide the batch;
-            if the mesh has no such axis, an array is committed to devices elsewhere, or the call
-            is inside a `jax.shard_map` over the axis.
-        TypeError: if a size is no integer, or a mean is asked for of integers.
-        MemoryBudgetError: if not even microbatches of one fit the budget.
+        ValueError: If batch arguments differ in length or are missing, an axis does not exist,
+            outputs do not fit their accumulator, or `num_real_microbatches` exceeds the number of
+            microbatches; if both a size and a budget are given; if the number of devices does not
+            divide the batch; if the mesh has no such axis, an array is committed to other devices,
+            or the call is inside a `jax.shard_map` over the axis.
+        TypeError: If a size is not an integer, or integer outputs are to be averaged.
+        MemoryBudgetError: If even microbatches of one example exceed the budget.
 
     Examples:
         >>> import jax
@@ -123,13 +127,13 @@ def microbatch(
         is_multi_process=bool(mesh_axis and mesh_axis.is_multi_process),
     )
 
-    def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Batch:
+    def batch_of(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Batch:
         batch = batched_arguments(fun, args, kwargs, argnums, argnames, in_axes)
         if mesh_axis is not None:
             mesh_axis.check_divides(batch.length, "the batch")
         return batch
 
-    def run(size: int | None, limit: Size | None, *args: Any, **kwargs: Any) -> Any:
+    def run(size: int | None, limit: Size | None, *args: PyTree, **kwargs: PyTree) -> PyTree:
         batch = batch_of(args, kwargs)
         sharding = BatchSharding.of(mesh_axis, batch.length, replicated)
         if sharding is None:
@@ -148,7 +152,7 @@ def microbatch(
         return reduce_batch(once, batch, reduction)
 
     @functools.wraps(fun)
-    def microbatched(*args: Any, **kwargs: Any) -> Any:
+    def microbatched(*args: PyTree, **kwargs: PyTree) -> PyTree:
         limit = num_real_microbatches
         if budget is None:
             return run(microbatch_size, limit, *args, **kwargs)
@@ -169,27 +173,27 @@ def microbatch(
 
 
 def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyTree:
-    """Split the batch axis of each leaf in two: microbatches, then the examples of each.
+    """Reshape the batch axis of each leaf into two: microbatches, then the examples of each.
 
     An axis of N becomes two of `(M, microbatch_size)` in column-major order: microbatch i holds
     examples i, i + M, i + 2M, …, as in `microbatch` with `order="strided"`. So
 
         reshape_batch_axis(x, size)[i] == x[i::M]
 
-    A batch axis that is sharded over devices becomes sharded over the second of the two axes, and
-    each microbatch has examples of every device.
+    If the batch axis is sharded, the second of the two axes is, and each microbatch has examples
+    of every device.
 
     Arguments:
-        tree: a pytree of arrays.
-        microbatch_size: examples in a microbatch. It must divide the batch axis.
-        axis: the batch axis of every leaf; it may be negative.
+        tree: Pytree of arrays.
+        microbatch_size: Number of examples in a microbatch. It must divide the batch axis.
+        axis: The batch axis of every leaf; it may be negative.
 
     Returns:
-        A pytree like `tree` whose leaves have one axis more.
+        A pytree like `tree` whose leaves have one more axis.
 
     Raises:
-        ValueError: if a leaf has no such axis or `microbatch_size` does not divide it;
-            `microbatch` and `micro_vmap` take any size.
+        ValueError: If a leaf has no such axis or `microbatch_size` does not divide it;
+            `microbatch` and `micro_vmap` accept any size.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -201,15 +205,13 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
     """
     size = check_count("microbatch_size", microbatch_size)
 
-    def split(path: tuple[Any, ...], leaf: Any) -> Array:
+    def reshape(path: tuple[Hashable, ...], leaf: ArrayLike) -> Array:
         name = leaf_name("tree", path)
-        leaf = jnp.asarray(leaf)
-        place = normal_axis(axis, leaf.ndim, f"{name} of shape {leaf.shape}")
-        length = leaf.shape[place]
-        what = f"axis {axis} of {name}"
-        check_divides(size, length, what, f"into microbatches of {size}")
-        before, after = leaf.shape[:place], leaf.shape[place + 1 :]
-        folded = leaf.reshape(*before, size, length // size, *after)
-        return jnp.swapaxes(folded, place, place + 1)
+        x = jnp.asarray(leaf)
+        dim = canonicalize_axis(axis, x.ndim, f"{name} of shape {x.shape}")
+        length = x.shape[dim]
+        check_divides(size, length, f"axis {axis} of {name}", f"into microbatches of {size}")
+        folded = x.reshape(*x.shape[:dim], size, length // size, *x.shape[dim + 1 :])
+        return jnp.swapaxes(folded, dim, dim + 1)
 
-    return jax.tree_util.tree_map_with_path(split, tree)
+    return jax.tree_util.tree_map_with_path(reshape, tree)

@@ -1,1 +1,1 @@
-"""Memory budgets: what a program needs, what there is, and the largest size that fits."""
+"""Memory budgets: what a program needs, what is available, and the largest size that fits."""

@@ -1,4 +1,4 @@
-"""Memory budgets: how much memory there is, and bytes as users write and messages print them."""
+"""Memory budgets: the available memory, and amounts as users write and messages print them."""
 
 import os
 import re
@@ -6,64 +6,75 @@ import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from curvax import _jax
 from curvax._errors import as_integer, where
 
 
-def available_memory(device: Any = None) -> int:
-    """The number of bytes that can still be allocated on a device.
+@runtime_checkable
+class Device(Protocol):
+    """The part of a `jax.Device` that is needed here."""
 
-    On an accelerator, its limit minus what is in use. On a CPU, the least of what the system has
-    available, what the control groups (version 1 or 2) of the process still allow, and what its
-    address-space limit leaves.
+    platform: str
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Return the device's memory statistics, None if it has none."""
+        ...
+
+
+def available_memory(device: Device | None = None) -> int:
+    """Return the number of bytes that can still be allocated on a device.
+
+    On an accelerator, this is its limit minus the bytes in use. On a CPU, it is the minimum of the
+    memory that the system has available, of the rest that the control groups (version 1 or 2) of
+    the process allow, and of the rest of its address-space limit.
 
     Arguments:
-        device: a `jax.Device`; by default the one on which JAX computes by default.
+        device: A `jax.Device`, None for JAX's default device.
 
     Returns:
-        Bytes. It changes from one moment to the next; a plan made for a fraction of it is made
-        for what there was then.
+        The number of bytes at the time of the call. A plan for a fraction of it is a plan for that
+        number, even if less is available later.
 
     Raises:
-        NotImplementedError: if neither the device nor the operating system tells.
+        NotImplementedError: If neither the device nor the operating system reports its memory.
 
     Examples:
         >>> from curvax import available_memory
         >>> available_memory() > 0
         True
     """
-    device = _jax.default_device() if device is None else device
-    if device.platform != "cpu":
-        return _of_accelerator(device)
+    target: Device = _jax.default_device() if device is None else device
+    if target.platform != "cpu":
+        return _of_accelerator(target)
     return _of_host(Path("/"))
 
 
-def _of_accelerator(device: Any) -> int:
+def _of_accelerator(device: Device) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise NotImplementedError(
-            f"curvax.available_memory: {device} does not tell how much memory it has. Give the "
+            f"curvax.available_memory: {device} does not report how much memory it has. Give the "
             f"budget in bytes."
         )
     return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
 def _of_host(root: Path) -> int:
-    """Return the bytes available on the machine whose file system begins at `root`.
+    """Return the bytes available on the machine whose file system is mounted at `root`.
 
-    Several limits hold at once, and the least of them counts: what the system has
-    available, what the control groups of the process allow (containers and batch systems limit
-    memory by these), and the process's own limit on its address space. A control group is limited
-    by all groups above it as well. Files that a group has merely cached count as used but are given
-    up when needed, so they are counted as available.
+    Several limits apply, and the smallest decides: the memory that the system has available, the
+    limits of the control groups of the process (by which containers and batch systems limit
+    memory), and the limit on the address space of the process. A control group is also subject to
+    the limits of its ancestors. The kernel counts a group's page cache as used but reclaims it
+    when needed, so it counts as available here.
     """
     amounts = [*_of_system(root), *_of_groups(root), *_of_address_space(root)]
     if not amounts:
         raise NotImplementedError(
-            f"curvax.available_memory: this system ({sys.platform}) does not tell how much memory "
-            f"it has. Give the budget in bytes."
+            f"curvax.available_memory: this system ({sys.platform}) does not report how much "
+            f"memory it has. Give the budget in bytes."
         )
     return max(0, min(amounts))
 
@@ -80,10 +91,10 @@ def _of_system(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """What each control group that the process is in still allows, and each group above."""
+    """Yield the bytes that each control group of the process, and each ancestor, still allows."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        number, *rest = line.split(":", 2)
-        if len(rest) < 2 or not number.isdecimal():
+        hierarchy, *rest = line.split(":", 2)
+        if len(rest) < 2 or not hierarchy.isdecimal():
             continue
         controllers, path = rest
         if controllers == "":
@@ -95,14 +106,14 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def _of_path(mount: Path, path: str, limit: str, used: str, cached: str) -> Iterator[int]:
-    # Inside a container the path may be one that only the host can see; the mount is then its end.
+    # In a container the path may be visible to the host only; the group is then the mount itself.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:depth])
-        most, now = _read(group / limit).strip(), _read(group / used).strip()
-        if most.isdecimal() and now.isdecimal():
-            idle = _entry(_read(group / "memory.stat"), cached) or 0
-            yield int(most) - int(now) + idle
+        limit_bytes, used_bytes = _read(group / limit).strip(), _read(group / used).strip()
+        if limit_bytes.isdecimal() and used_bytes.isdecimal():
+            cached_bytes = _entry(_read(group / "memory.stat"), cached) or 0
+            yield int(limit_bytes) - int(used_bytes) + cached_bytes
 
 
 def _of_address_space(root: Path) -> Iterator[int]:
@@ -117,7 +128,7 @@ def _of_address_space(root: Path) -> Iterator[int]:
 
 
 def _entry(text: str, name: str) -> int | None:
-    """The number on the line that begins with the word `name`, if there is such a line."""
+    """Return the integer on the line that begins with the word `name`, None without such a line."""
     for words in map(str.split, text.splitlines()):
         if words[:1] == [name] and words[1:] and words[1].isdecimal():
             return int(words[1])
@@ -125,7 +136,7 @@ def _entry(text: str, name: str) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the system's, or nothing if there is none to be read."""
+    """Return the text of a system file, or "" if it cannot be read."""
     try:
         return path.read_text("utf-8", "surrogateescape")
     except OSError:
@@ -133,7 +144,7 @@ def _read(path: Path) -> str:
 
 
 Budget: TypeAlias = int | float | str
-"""An amount of memory as `parse_memory` takes it."""
+"""An amount of memory in the forms that `parse_memory` accepts."""
 
 _PREFIXES = "kMGTP"
 _UNITS = (
@@ -149,39 +160,39 @@ _EXPECTED = (
 
 
 def parse_memory(x: Budget) -> int:
-    """A number of bytes, from the ways in which people write one.
+    """Return the number of bytes that an amount of memory stands for.
 
     Arguments:
-        x: bytes as an integer; a string with a unit, decimal (`"512MB"` is 512 000 000 bytes) or
-            binary (`"1.5 GiB"` is 1.5 * 2**30), in upper or lower case, or a percentage
-            (`"50%"`); or a float in (0, 1], that fraction of `available_memory()`. So `1` is one
-            byte, and `1.0` all there is.
+        x: Bytes as an integer; a string with a unit, decimal (`"512MB"` is 512 000 000 bytes) or
+            binary (`"1.5 GiB"` is 1.5 * 2**30), in upper or lower case; a string with a percentage
+            (`"50%"`) or a float in (0, 1], a fraction of `available_memory()`. So `1` is one
+            byte, and `1.0` is all available memory.
 
     Returns:
         The number of bytes, at least 1.
 
     Raises:
-        ValueError: if the amount is not positive, a fraction exceeds 1, or a string is not a
+        ValueError: If the amount is not positive, a fraction exceeds 1, or a string is not a
             number with a known unit.
-        TypeError: if `x` is of another type.
+        TypeError: If `x` is of another type.
 
     Examples:
         >>> from curvax import parse_memory
         >>> parse_memory("512MB"), parse_memory("1.5 GiB"), parse_memory(4096)
         (512000000, 1610612736, 4096)
     """
-    number = as_integer(x)
-    if number is not None:
-        return _positive(number, x)
+    count = as_integer(x)
+    if count is not None:
+        return _positive(count, x)
     if isinstance(x, str):
         return _parse_text(x)
-    if isinstance(x, float):  # NumPy's float64 is one, too.
+    if isinstance(x, float):  # Includes `np.float64`.
         return _fraction(x, x)
     raise TypeError(f"{where()}: {_EXPECTED}; got {type(x).__name__} {x!r}.")
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes for people to read, in binary units."""
+    """Return a number of bytes as text in binary units, such as "1.50 GiB"."""
     size, unit = float(count), "B"
     for prefix in _PREFIXES:
         if abs(size) < 1024:
@@ -195,33 +206,42 @@ def _parse_text(text: str) -> int:
     unit = match and match[2].lower()
     if match is None or unit not in _UNITS:
         raise ValueError(
-            f"{where()}: {text!r} is no amount of memory. {_EXPECTED}. Units are B, kB, MB, GB, "
-            f"TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024)."
+            f"{where()}: {text!r} is not an amount of memory. {_EXPECTED}. Units are B, kB, MB, "
+            f"GB, TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024)."
         )
-    amount, factor = Fraction(match[1]), _UNITS[unit]  # As written: 1.001 kB are 1001 bytes.
+    amount, factor = Fraction(match[1]), _UNITS[unit]  # Exact, so that 1.001 kB is 1001 bytes.
     if factor is None:
         return _fraction(float(amount / 100), text)
     return _positive(int(amount * factor), text)
 
 
-def _fraction(fraction: float, given: Any) -> int:
+def _fraction(fraction: float, given: Budget) -> int:
     if not 0 < fraction <= 1:
         raise ValueError(f"{where()}: a fraction must be in (0, 1], got {given!r}. {_EXPECTED}.")
     return _positive(int(fraction * available_memory()), given)
 
 
-def _positive(count: int, given: Any) -> int:
+def _positive(count: int, given: Budget) -> int:
     if count < 1:
         raise ValueError(f"{where()}: an amount of memory is at least one byte, got {given!r}.")
     return count
 
 
 class MemoryBudgetError(MemoryError):
-    """No size of a program fits into the memory budget.
+    """An error: no size of a program fits into the memory budget.
 
     Attributes:
-        budget_bytes: the budget that was given.
-        smallest_budget: the least that would do, for the smallest program that was tried.
+        budget_bytes: The given budget.
+        smallest_budget: The smallest budget that suffices, for the smallest program that was tried.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from curvax import MemoryBudgetError, chunked_vmap
+        >>> try:
+        ...     chunked_vmap(jnp.sin, memory_budget="1kB")(jnp.ones((100, 10)))
+        ... except MemoryBudgetError as error:
+        ...     print(error.budget_bytes, error.smallest_budget >= 4000)
+        1000 True
     """
 
     budget_bytes: int
@@ -237,5 +257,5 @@ class MemoryBudgetError(MemoryError):
             f"({smallest_budget} bytes). {advice}"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type, tuple[int | str, ...]]:
         return type(self), (self.budget_bytes, self.smallest_budget, *self._rest)

@@ -1,8 +1,8 @@
-"""`plan_batch_size`: the largest size of a program that fits a budget, by asking its compiler.
+"""`plan_batch_size`: the largest size of a program that fits a budget, by compiling a few sizes.
 
-`build(size)` is a function for each size; compiled, it says what it needs. Nothing is run. What is
-needed is close to affine in the size, so a few compilations find the largest that fits
-(`largest_that_fits`). The one that was chosen has been compiled and checked, and is kept.
+`build(size)` returns the function for a size; its compiler reports the memory it needs. Nothing is
+run. Memory is close to affine in the size, so a few compilations find the largest size that fits
+(`largest_that_fits`). The program of the chosen size is among those compiled, and is kept.
 """
 
 import functools
@@ -10,51 +10,61 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from curvax._errors import check_count, where
-from curvax._types import Fun
+from curvax._types import Array, Fun, PyTree
 from curvax.memory.budget import Budget, MemoryBudgetError, format_bytes, parse_memory
 from curvax.memory.usage import Executable, MemoryUsage, Program
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # Matplotlib is optional, and slow to import.
+
 CLOSE = 1.05
-"""A size that fits will do if one larger by this factor does not, as far as is known."""
+"""The search ends at a size that fits if none larger by this factor is known or expected to fit."""
 
 MARGIN = 0.005
-"""How far below the answer of a line to ask: a size just above the budget is a question wasted."""
+"""Relative margin below a predicted size: measuring just above the budget wastes a compilation."""
 
 TRUST = 0.97
-"""A line that meets the budget so close below a size is not taken to exclude it."""
+"""A size is excluded only if the predicted size is below this fraction of it."""
 
 LINES = 4
-"""After so many questions lines are no longer believed."""
+"""Number of measurements after which the search bisects instead of extrapolating linearly."""
 
 
 def largest_that_fits(
     measure: Callable[[int], int], sizes: Sequence[int], budget: int
 ) -> int | None:
-    """A size of `sizes` with `measure(size) <= budget` where nothing much larger fits.
+    """Return a size with `measure(size) <= budget` such that nothing much larger fits.
 
-    `sizes` are ascending. The answer is None if nothing that was tried fits; the smallest was.
-    `measure` is asked about each size once at most.
+    The memory of a program is close to affine in its batch size, so a line through two measurements
+    predicts the size at which the budget is reached. Measuring there gives a third point, and
+    usually the answer. If the prediction is wrong, the search continues between the largest size
+    that fits and the next measured one: by the line through these two at first, then by bisection.
 
-    What a program needs is close to affine in its batch size, so a line through two sizes says
-    where the budget is met. Asking there gives a third point, and usually the answer. Where the
-    line lies, the search goes on between what fits and what does not: by the line through these two
-    at first, and by cutting the interval in two when that does not narrow it down.
+    Arguments:
+        measure: Return the memory of a size. It is called at most once for each size.
+        sizes: The candidates, ascending.
+        budget: The memory budget.
+
+    Returns:
+        The size, or None if no measured size fits; the smallest candidate is then among these.
     """
     needs: dict[int, int] = {}
     for size in _probes(sizes):
         needs[size] = measure(size)
-    while (guess := _next(needs, sizes, budget)) is not None:
+    while (guess := _next_size(needs, sizes, budget)) is not None:
         needs[guess] = measure(guess)
     return max((size for size, need in needs.items() if need <= budget), default=None)
 
 
 def _probes(sizes: Sequence[int]) -> Sequence[int]:
-    """Two sizes to begin with: small, but not one by one, which programs are special for."""
+    """Return the two sizes to measure first: small, but not 1, whose program is often special."""
     last = sizes[-1]
     small, large = (
         sizes[min(bisect_left(sizes, max(least, last // parts)), len(sizes) - 1)]
@@ -63,40 +73,42 @@ def _probes(sizes: Sequence[int]) -> Sequence[int]:
     return (small, large) if small < large else (large,)
 
 
-def _next(needs: Mapping[int, int], sizes: Sequence[int], budget: int) -> int | None:
-    """What to ask next, or None if enough is known."""
+def _next_size(needs: Mapping[int, int], sizes: Sequence[int], budget: int) -> int | None:
+    """Return the size to measure next, or None if the search is over."""
     fitting = max((size for size, need in needs.items() if need <= budget), default=0)
     too_large = min((size for size in needs if size > fitting), default=sizes[-1] + 1)
     first, end = bisect_right(sizes, fitting), bisect_left(sizes, too_large)
     if first == end or (fitting and too_large <= CLOSE * fitting):
         return None
-    meetings = _meetings(needs, budget, fitting) if len(needs) <= LINES else ()
-    if not meetings:
+    predictions = _predictions(needs, budget, fitting) if len(needs) <= LINES else ()
+    if not predictions:
         wanted = math.sqrt(max(1, fitting) * too_large)
-    elif fitting and max(meetings) < max(sizes[first] * TRUST, CLOSE * fitting):
-        # Two points are always on a line. And between a size that fits and one that does not, needs
-        # may stay below it: what says that this is all has to come from smaller sizes as well.
+    elif fitting and max(predictions) < max(sizes[first] * TRUST, CLOSE * fitting):
+        # Two points always lie on a line, and between a size that fits and one that does not the
+        # memory may stay below it. So the prediction that nothing larger fits is accepted only with
+        # a third point, and only if a smaller size contributed to it.
         if len(needs) > 2 and min(needs) < fitting:
             return None
         wanted = CLOSE * fitting
     else:
-        nearest = meetings[-1]
-        wanted = nearest * (1 - MARGIN) if nearest > 1 / MARGIN else nearest
+        best = predictions[-1]
+        wanted = best * (1 - MARGIN) if best > 1 / MARGIN else best
     return sizes[min(max(bisect_right(sizes, wanted) - 1, first), end - 1)]
 
 
-def _meetings(needs: Mapping[int, int], budget: int, fitting: int) -> Sequence[float]:
-    """Where lines through two known points, on either side of what fits, meet the budget.
+def _predictions(needs: Mapping[int, int], budget: int, fitting: int) -> Sequence[float]:
+    """Return the sizes at which lines through adjacent measurements reach the budget.
 
-    The last is the best guess: if it can be, from the points on both sides of the budget.
+    The lines are those on either side of the largest size that fits. The last is the best guess:
+    it interpolates if there is a measured size above `fitting`, and extrapolates otherwise.
     """
     known = sorted(needs)
     here = known.index(fitting) if fitting else 0
     pairs = [(i, i + 1) for i in (here - 1, here) if 0 <= i < len(known) - 1]
-    return [_meeting(needs, known[left], known[right], budget) for left, right in pairs]
+    return [_predicted_size(needs, known[left], known[right], budget) for left, right in pairs]
 
 
-def _meeting(needs: Mapping[int, int], left: int, right: int, budget: int) -> float:
+def _predicted_size(needs: Mapping[int, int], left: int, right: int, budget: int) -> float:
     slope = (needs[right] - needs[left]) / (right - left)
     if slope <= 0:
         return math.inf if needs[right] <= budget else 0.0
@@ -111,7 +123,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A size that was compiled, and what it needs."""
+    """A compiled size and its memory usage."""
 
     size: int
     usage: MemoryUsage
@@ -119,38 +131,61 @@ class Trial:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The size that was chosen for a memory budget, and how.
+    """The size chosen for a memory budget, and the measurements behind it.
 
-    It prints, compares and plots. Called, it runs the program that was compiled and checked, on
-    arguments like those it was planned for.
+    A plan can be printed, compared and plotted. Calling it runs the compiled program on arguments
+    with the shapes and dtypes that it was planned for.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from curvax import chunked_vmap, plan_batch_size
+        >>> build = lambda size: chunked_vmap(lambda x: jnp.sum(jnp.outer(x, x) ** 2), size)
+        >>> rows = jnp.ones((8, 4))
+        >>> plan = plan_batch_size(build, (rows,), max_size=8, memory_budget="1MB")
+        >>> plan.batch_size, plan.num_batches
+        (8, 1)
+        >>> print(plan(rows))
+        [16. 16. 16. 16. 16. 16. 16. 16.]
     """
 
     batch_size: int
-    """The size that was chosen: the largest found to fit, or one that is expected to be fast."""
+    """The chosen size: the largest found to fit, or one that is expected to be fast."""
 
     num_batches: int
-    """How many batches of that size make up the largest size there could be."""
+    """Number of batches of that size that cover `max_size`."""
 
     usage: MemoryUsage
-    """What the program of that size needs."""
+    """Memory usage of the program of that size."""
 
     budget_bytes: int
-    """What it may need: `usage.added_bytes` is not more."""
+    """The memory budget, an upper bound on `usage.added_bytes`."""
 
     trials: tuple[Trial, ...]
-    """All sizes that were compiled, in the order of asking."""
+    """All compiled sizes, in the order of compilation."""
 
     max_size: int
-    """The largest size there could be."""
+    """The largest useful size."""
 
     executable: Executable | None = field(default=None, compare=False, repr=False)
-    """The compiled program, on the leaves of its arguments."""
+    """The compiled program, as a function of the leaves of its arguments."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled program."""
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Run the compiled program.
+
+        Arguments:
+            args: Positional arguments with the shapes and dtypes that the plan was made for.
+            kwargs: Keyword arguments of the same kind.
+
+        Returns:
+            The outputs of the program.
+
+        Raises:
+            TypeError: If shapes or dtypes differ, or the plan was made inside a transformation for
+                a function that closes over tracers.
+        """
         if self.executable is None or not self.executable.runs:
             raise TypeError(
-                "curvax.MemoryPlan: this plan was made inside of a transformation, for a function "
+                "curvax.MemoryPlan: this plan was made inside a transformation, for a function "
                 "that closes over traced values, and cannot be run by itself."
             )
         return self.executable(*jax.tree.leaves((args, kwargs)))
@@ -170,14 +205,24 @@ class MemoryPlan:
             lines.append(f"{size} {format_bytes(trial.usage.added_bytes):>12} {mark}".rstrip())
         return "\n".join(lines)
 
-    def plot(self, ax: Any = None) -> Any:
-        """Plot memory against size, with the budget. Needs matplotlib.
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Plot memory against size for all compiled sizes, with the budget. Needs matplotlib.
 
         Arguments:
-            ax: matplotlib axes to plot into; new ones by default.
+            ax: Matplotlib axes to draw on, None for those of a new figure.
 
         Returns:
             The axes.
+
+        Examples:
+            >>> import matplotlib
+            >>> matplotlib.use("Agg")
+            >>> import jax.numpy as jnp
+            >>> from curvax import chunked_vmap, plan_batch_size
+            >>> build = lambda size: chunked_vmap(jnp.sin, size)
+            >>> plan = plan_batch_size(build, (jnp.ones(8),), max_size=8, memory_budget="1MB")
+            >>> plan.plot().get_xlabel()
+            'batch size'
         """
         from curvax._reports import plot_memory_plan
 
@@ -186,36 +231,39 @@ class MemoryPlan:
 
 def plan_batch_size(
     build: Callable[[int], Fun],
-    args: Sequence[Any],
+    args: Sequence[PyTree],
     *,
     max_size: int,
     memory_budget: Budget,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, PyTree] | None = None,
 ) -> MemoryPlan:
-    """The largest size of a program that fits a memory budget.
+    """Find the largest size of a program that fits a memory budget.
 
     Equal to
 
         max(s for s in range(1, max_size + 1)
             if memory_usage(build(s), *args, **kwargs).added_bytes <= memory_budget)
 
-    except that it compiles a few sizes only: two to see how memory grows, the one that this points
-    to, and some more where it does not grow evenly. The answer is within some percent of the
-    largest that fits, and it does fit: its program has been compiled and asked.
+    except that it compiles a few sizes only: two to measure how memory grows, the size that these
+    predict, and some more if memory does not grow linearly. The size is within a few percent of the
+    largest that fits. It does fit: its program has been compiled and measured.
 
     Arguments:
-        build: from a size, the function to be compiled on `args` and `kwargs`.
-        args: arrays, `jax.ShapeDtypeStruct`s, tracers or pytrees of these. Nothing is run.
-        max_size: the largest size there is any use for.
-        memory_budget: what a call may allocate, besides its arguments; see `parse_memory`.
-        kwargs: keyword arguments, the same.
+        build: Return the function to compile, given a size.
+        args: Positional arguments of that function: arrays, `jax.ShapeDtypeStruct`s, tracers, or
+            pytrees of these. Nothing is run.
+        max_size: The largest useful size.
+        memory_budget: Bytes that a call may allocate besides its arguments: an int, a string
+            with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available memory.
+        kwargs: Keyword arguments of that function, of the same kinds.
 
     Returns:
-        A `MemoryPlan`. Call it to run the compiled program.
+        The plan. Call it to run the compiled program.
 
     Raises:
-        MemoryBudgetError: if nothing fits. It says what would.
-        ValueError, TypeError: if the budget or the size make no sense.
+        MemoryBudgetError: If nothing fits. Its message says which budget would suffice.
+        ValueError: If the budget or the size is out of range.
+        TypeError: If the budget or the size is of another type, or `args` is not a sequence.
 
     Examples:
         >>> import jax
@@ -228,23 +276,23 @@ def plan_batch_size(
         >>> plan.usage.added_bytes <= plan.budget_bytes == 8_000_000
         True
     """
-    if not isinstance(args, Sequence):  # An array would be taken for its rows.
+    if not isinstance(args, Sequence):  # An array would be unpacked into its rows.
         raise TypeError(
             f"{where()}: args must be a tuple of the arguments, got {type(args).__name__}. For a "
             f"single one, write (x,)."
         )
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
     budget = parse_memory(memory_budget)
-    most = check_count("max_size", max_size)
+    max_size = check_count("max_size", max_size)
 
     def compile(size: int) -> Executable:
-        def call(*leaves: Any) -> Any:
+        def call(*leaves: Array) -> PyTree:
             args, kwargs = jax.tree.unflatten(structure, leaves)
             return build(size)(*args, **kwargs)
 
         return Program.of(call, leaves).compile()
 
-    return plan_size(compile, range(1, most + 1), budget)
+    return plan_size(compile, range(1, max_size + 1), budget)
 
 
 def plan_size(
@@ -253,7 +301,7 @@ def plan_size(
     budget: int,
     advice: str = ADVICE,
 ) -> MemoryPlan:
-    """Return the plan for the largest of `sizes`, which ascend, whose program fits the budget."""
+    """Return the plan for the largest size whose program fits the budget; `sizes` are ascending."""
     trials: list[Trial] = []
     best: tuple[int, Executable] | None = None
 
@@ -263,12 +311,12 @@ def plan_size(
         trials.append(Trial(size, executable.usage))
         needs = executable.usage.added_bytes
         if needs <= budget and (best is None or size > best[0]):
-            best = size, executable  # Others are let go.
+            best = size, executable
         return needs
 
     largest_that_fits(measure, sizes, budget)
     if best is None:
-        # One by one can need more than two at a time. The message names the least.
+        # Size 1 can need more than 2 or 3. The error message names the minimum.
         tried = {trial.size for trial in trials}
         for size in [size for size in sizes[:3] if size not in tried]:
             measure(size)
@@ -288,7 +336,7 @@ def plan_size(
 
 
 def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
-    """Return the plan with another size, whose program this is."""
+    """Return `plan` changed to another size with this program."""
     return replace(
         plan,
         batch_size=size,
@@ -300,13 +348,13 @@ def plan_at(plan: MemoryPlan, size: int, executable: Executable) -> MemoryPlan:
 
 
 CACHE_BYTES = 10_000_000
-"""What the temporaries of a fast batch take: about a third of a last-level cache of 32 MiB."""
+"""Target size of a fast batch's temporaries: about a third of a last-level cache of 32 MiB."""
 
 PROBES = 16, 64
-"""The two sizes that are compiled; nearby powers of two are the answer for most programs."""
+"""The two sizes that are compiled; most results are powers of 2 near them."""
 
 SMALLEST, LARGEST = 8, 128
-"""Sizes beyond these are not faster, whatever their temporaries."""
+"""Bounds on the result: sizes outside are not faster, whatever their temporaries."""
 
 
 def plan_fast_size(
@@ -337,15 +385,22 @@ def plan_fast_size(
 def fast_size(temporaries: Callable[[int], int], sizes: Sequence[int]) -> int:
     """Return the power of two whose temporaries fill the cache best, or the next smaller size.
 
-    This is the rule for CPUs: a batch should be large enough to spread what is done once for each
-    batch, and its temporaries should stay in the last-level cache. How these grow with the size is
-    known from two compiled programs; nothing is timed. docs/design.md compares the rule with timed
-    sizes.
+    This is a heuristic for CPUs: a batch should be large enough to amortise the work done once per
+    batch, and its temporaries should stay in the last-level cache. Two compiled programs show how
+    temporaries grow with the size; nothing is timed. docs/design.md compares the heuristic with
+    timed sizes.
+
+    Arguments:
+        temporaries: Return the bytes of the temporaries of a size.
+        sizes: The candidates, ascending.
+
+    Returns:
+        One of `sizes`.
     """
     at_most = lambda wanted: sizes[max(0, bisect_right(sizes, wanted) - 1)]
     small, large = map(at_most, PROBES)
     if small == large:
         return large
-    added = (temporaries(large) - temporaries(small)) / (large - small)
-    wanted = LARGEST if added <= 0 else CACHE_BYTES / added
+    bytes_per_example = (temporaries(large) - temporaries(small)) / (large - small)
+    wanted = LARGEST if bytes_per_example <= 0 else CACHE_BYTES / bytes_per_example
     return at_most(min(max(2 ** round(math.log2(wanted)), SMALLEST), LARGEST))

@@ -1,58 +1,89 @@
-"""`MemoryUsage`: what a compiled program needs, as its compiler accounts for it."""
+"""`MemoryUsage`: the memory that a compiled program needs, as reported by its compiler."""
 
 import math
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled, Wrapped
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._types import Array, Fun, PyTree
+from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.memory.budget import format_bytes
+
+ArrayOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
+"""What a function can be traced for: an array, a tracer, a scalar, or a shape with a dtype."""
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """The memory of a compiled program, in bytes.
+    """The memory of a compiled program, in bytes; of a sharded one, on one device.
 
-    On several devices, that of one of them.
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from curvax import memory_usage
+        >>> usage = memory_usage(lambda x: jnp.cumsum(x), jnp.ones(1000))
+        >>> usage.argument_bytes, usage.output_bytes
+        (4000, 4000)
+        >>> usage.added_bytes == usage.output_bytes + usage.temp_bytes
+        True
     """
 
     argument_bytes: int
-    """What it is given: its arguments, and the arrays that it closes over."""
+    """Size of the inputs: the arguments, and the arrays that the function closes over."""
 
     output_bytes: int
-    """What it returns."""
+    """Size of the outputs."""
 
     temp_bytes: int
-    """What it allocates on the way, at the worst moment."""
+    """Peak size of the temporaries."""
 
     alias_bytes: int = 0
-    """Of the output, what is written into donated arguments."""
+    """Size of the outputs that are written into donated arguments."""
 
     scratch_bytes: int = 0
-    """What libraries that it calls allocate themselves, which is not in the compiler's account: a
-    bound by formulas that were fitted to measurements. Less than half a MiB counts as nothing."""
+    """Bound on what library calls allocate themselves, which the compiler does not report. The
+    bound is by formulas fitted to measurements. Less than half a MiB counts as zero."""
 
     @property
     def added_bytes(self) -> int:
-        """What a call allocates besides what is there already: output + temp + scratch - alias."""
+        """Bytes that a call allocates besides its inputs: output + temp + scratch - alias."""
         return self.output_bytes + self.temp_bytes + self.scratch_bytes - self.alias_bytes
 
     @classmethod
-    def of(cls, compiled: Any) -> "MemoryUsage":
-        """As a compiled program tells."""
+    def of(cls, compiled: Compiled) -> "MemoryUsage":
+        """Return the memory usage that a compiled program reports.
+
+        Arguments:
+            compiled: Compiled program, as returned by `jax.jit(fun).lower(*args).compile()`. Arrays
+                that `fun` closes over count as temporaries; `memory_usage` avoids that.
+
+        Returns:
+            The memory usage.
+
+        Raises:
+            NotImplementedError: If the compiler does not report memory usage.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from curvax import MemoryUsage
+            >>> compiled = jax.jit(jnp.outer).lower(jnp.ones(100), jnp.ones(100)).compile()
+            >>> MemoryUsage.of(compiled).output_bytes
+            40000
+        """
         account = compiled.memory_analysis()
         if account is None:
             raise NotImplementedError(
-                f"{where()}: the compiler for this device does not tell how much memory a program "
-                f"needs. Give sizes instead of memory budgets."
+                f"{where()}: the compiler for this device does not report how much memory a "
+                f"program needs. Give sizes instead of memory budgets."
             )
         return cls(
             argument_bytes=account.argument_size_in_bytes,
@@ -76,52 +107,55 @@ class MemoryUsage:
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program, what it needs, and the constants it is to be called with."""
+    """A compiled program, its memory usage, and the constants to call it with."""
 
-    compiled: Any
+    compiled: Compiled
     usage: MemoryUsage
-    consts: tuple[Any, ...]
-    structure: Any
+    consts: tuple[ArrayLike, ...]
+    structure: TreeDef
+    """Pytree structure of the outputs."""
 
     @property
     def runs(self) -> bool:
-        """Whether it can be called: if its constants are known. Tracers are not."""
+        """Whether the program can be called: its constants are arrays, not tracers."""
         return not any(map(_jax.is_tracer, self.consts))
 
     def without_consts(self) -> "Executable":
-        """The program alone, which keeps none of them alive."""
+        """Return the program without its constants, which are then not kept alive."""
         return replace(self, consts=())
 
-    def with_consts(self, consts: Sequence[Any]) -> "Executable":
-        """The program, to be called with these constants."""
+    def with_consts(self, consts: Sequence[ArrayLike]) -> "Executable":
+        """Return the program with these constants."""
         return replace(self, consts=tuple(consts))
 
-    def __call__(self, *leaves: Array) -> PyTree:
-        """Run it on the leaves of its arguments."""
+    def __call__(self, *leaves: ArrayLike) -> PyTree:
+        """Run the program on the leaves of its arguments."""
         return jax.tree.unflatten(self.structure, self.compiled(*self.consts, *leaves))
 
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function. `fun` takes `consts`, then leaves like `leaves`, and returns leaves.
+    """A traced function whose closed-over arrays are arguments.
 
-    Arrays that a function closes over would be built into its executable, and be counted there
-    among the temporaries. As a `Program` takes them as arguments they are not. It also makes it
-    possible to compile a function that closes over tracers, inside another transformation: the
-    compiler wants to know their shapes only.
+    Closed-over arrays would become constants of the executable and be counted among its
+    temporaries. As arguments they are not. It also allows for compiling, inside a transformation,
+    a function that closes over tracers: the compiler needs their shapes only.
     """
 
-    fun: Callable[..., list[Any]]
-    consts: tuple[Any, ...]
-    leaves: tuple[Any, ...]
+    fun: Callable[..., list[Array]]
+    """Function of `consts`, then `leaves`, that returns the leaves of the outputs."""
+    consts: tuple[ArrayLike, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
     outputs: PyTree
+    """Pytree of the shapes of the outputs."""
     key: Hashable = None
-    """Equals that of another program only if both compute the same from constants and leaves."""
+    """Equal keys imply equal functions of constants and leaves."""
     donated: tuple[int, ...] = ()
+    """Indices of the leaves that are donated."""
 
     @classmethod
-    def of(cls, fun: Fun, leaves: Sequence[Any], donated: Sequence[int] = ()) -> "Program":
-        """Trace `fun` for positional arguments like these: arrays, tracers or shapes."""
+    def of(cls, fun: Fun, leaves: Sequence[ArrayOrShape], donated: Sequence[int] = ()) -> "Program":
+        """Trace `fun` for positional arguments with the shapes of `leaves`."""
         shapes = tuple(map(_jax.shape_of, leaves))
         program, outputs = _jax.trace_with_constants(fun, *shapes)
         consts = tuple(program.consts)
@@ -131,43 +165,45 @@ class Program:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be called: if its constants are known. Tracers are not."""
+        """Whether the program can be called: its constants are arrays, not tracers."""
         return not any(map(_jax.is_tracer, self.consts))
 
     def gradient(self) -> "Program":
-        """The reverse pass: from the cotangent of the result to those of all that has one.
+        """Return the vector-Jacobian product with respect to all constants and leaves.
 
-        That is of all arguments and constants, as long as they are not integers. It takes the
-        cotangents of the result after the arguments.
+        It takes the cotangents of the outputs after the leaves. Integers have no cotangents.
         """
         inputs = (*map(_jax.shape_of, self.consts), *self.leaves)
-        moving = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
         outputs = jax.tree.leaves(self.outputs)
-        smooth = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        cotangents = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in smooth]
+        inexact_inputs, inexact_outputs = map(_inexact_indices, (inputs, outputs))
+        cotangents = [
+            jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in inexact_outputs
+        ]
 
-        def pull_back(*values: Any) -> list[Any]:
+        def pull_back(*values: Array) -> list[Array]:
             primals, given = list(values[: len(inputs)]), list(values[len(inputs) :])
 
-            def differentiable(*moved: Any) -> list[Any]:
+            def differentiable(*inexact: Array) -> list[Array]:
                 filled = list(primals)
-                for i, value in zip(moving, moved, strict=True):
+                for i, value in zip(inexact_inputs, inexact, strict=True):
                     filled[i] = value
                 returned = self.fun(*filled)
-                return [returned[i] for i in smooth]
+                return [returned[i] for i in inexact_outputs]
 
-            _, transpose = jax.vjp(differentiable, *[primals[i] for i in moving])
-            return list(transpose(given))
+            _, vjp = jax.vjp(differentiable, *[primals[i] for i in inexact_inputs])
+            return list(vjp(given))
 
         gradients = jax.eval_shape(pull_back, *inputs, *cotangents)
         return Program(pull_back, self.consts, (*self.leaves, *cotangents), gradients)
 
     def compile(self) -> Executable:
-        """Compile it so that its account of memory is true."""
-        shift = len(self.consts)
+        """Compile the program with options under which the reported memory usage is complete."""
+        num_consts = len(self.consts)
         platform = jax.default_backend()
         compiled = (
-            jax.jit(self.fun, donate_argnums=[shift + i for i in self.donated], keep_unused=True)
+            jax.jit(
+                self.fun, donate_argnums=[num_consts + i for i in self.donated], keep_unused=True
+            )
             .lower(*map(_jax.shape_of, self.consts), *self.leaves)
             .compile(_jax.true_account(platform))
         )
@@ -175,33 +211,37 @@ class Program:
         return Executable(compiled, usage, self.consts, jax.tree.structure(self.outputs))
 
 
-# As under `jax.jit`, numbers are traced too.
+def _inexact_indices(arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    return [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+# Python scalars are traced too, as under `jax.jit`.
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
 
 
-def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
-    """What `fun` needs when it is compiled for arguments like these, without running it.
+def memory_usage(fun: Fun, *args: PyTree, **kwargs: PyTree) -> MemoryUsage:
+    """Return the memory that `fun` needs when compiled for these arguments, without running it.
 
-    Nearly
+    Equal to
 
         jax.jit(fun).lower(*args, **kwargs).compile().memory_analysis()
 
-    except that the account is true. The program is compiled without library calls whose scratch
-    memory would be in no account. Arrays that `fun` closes over count as arguments, because they
-    are there already, not as temporaries. And it may close over tracers: this can be called
-    inside `jit` and other transformations.
+    except that the account is complete. The scratch memory of library calls is included, or the
+    program is compiled without such calls. Arrays that `fun` closes over exist before the call, so
+    they count as arguments, not as temporaries. `fun` may also close over tracers: `memory_usage`
+    can be called inside `jax.jit` and other transformations.
 
     Arguments:
-        fun: a function, already jitted or not. Of a jitted one, static and donated arguments
-            are what they are.
-        args: arrays, `jax.ShapeDtypeStruct`s, tracers or pytrees of these.
-        kwargs: the same.
+        fun: A function, jitted or not. The static and donated arguments of a jitted function are
+            respected.
+        args: Positional arguments: arrays, `jax.ShapeDtypeStruct`s, tracers, or pytrees of these.
+        kwargs: Keyword arguments of the same kinds.
 
     Returns:
-        A `MemoryUsage`. Print it for a table; `added_bytes` is what a call allocates.
+        The memory usage, which prints as a table. `added_bytes` is what a call allocates.
 
     Raises:
-        NotImplementedError: if the compiler for this device does not tell.
+        NotImplementedError: If the compiler for this device does not report memory usage.
 
     Examples:
         >>> import jax
@@ -217,11 +257,11 @@ def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
         added by a call     2.00 MiB
     """
     if _jax.is_jitted(fun):
-        return _of_jitted(fun, args, kwargs)
+        return _of_jitted(cast(Wrapped, fun), args, kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
-    def call(*given: Any) -> Any:
+    def call(*given: Array) -> PyTree:
         filled = list(leaves)
         for i, array in zip(arrays, given, strict=True):
             filled[i] = array
@@ -231,7 +271,7 @@ def memory_usage(fun: Fun, *args: Any, **kwargs: Any) -> MemoryUsage:
     return Program.of(call, [leaves[i] for i in arrays]).compile().usage
 
 
-def _of_jitted(fun: Any, args: Any, kwargs: Any) -> MemoryUsage:
+def _of_jitted(fun: Wrapped, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> MemoryUsage:
     traced = fun.trace(*args, **kwargs)
     if not traced.jaxpr.consts:
         platform = jax.default_backend()
@@ -243,41 +283,40 @@ def _of_jitted(fun: Any, args: Any, kwargs: Any) -> MemoryUsage:
     return program.compile().usage
 
 
-# What library calls of a program compiled for CPUs allocate, besides what its compiler accounts
-# for.
+# Scratch memory of library calls on CPUs.
 #
-# XLA hands matrix products, convolutions, Fourier transforms, sorts and decompositions to
-# libraries. What these allocate themselves is not among the temporaries of `memory_analysis`,
-# though it can be larger than all of them: a convolution copies every window that it looks at.
+# XLA implements matrix products, convolutions, Fourier transforms, sorts and decompositions by
+# library calls. What these allocate is not part of the temporaries in `memory_analysis`, though it
+# can exceed them: a convolution copies every window of its input.
 #
-# The formulas bound what was measured, as the most bytes that `malloc` had given out during one
-# call less the compiler's account, on two cores with jaxlib 0.10.2 and 0.12.0 in float32 and
-# float64. `tests/memory/test_scratch.py` compares both with the resident memory of a process.
+# The formulas are upper bounds on measurements: the peak of bytes allocated by `malloc` during one
+# call, minus the compiler's account, on two cores with jaxlib 0.10.2 and 0.12.0 in float32 and
+# float64. `tests/memory/test_scratch.py` compares them with the resident memory of a process.
 
 NEGLIGIBLE = 1 << 19
-"""Calls that allocate less do not count: a thread and its allocator keep as much for themselves."""
+"""Scratch memory below this counts as zero: a thread and its allocator keep as much anyway."""
 
 DEPTH = 320
-"""Eigen packs at most so much of the contracted dimension at a time (its `kc`), twice in turn."""
+"""Eigen's block size along the contracted dimension (its `kc`); it packs two blocks at once."""
 
 BLOCKS = 1_800_000
 """Bytes of blocks that Eigen keeps for each thread: 0.2 to 3.3 MB were measured with two."""
 
 PANEL = 64
-"""How many columns each thread packs in a product by YNNPACK."""
+"""Number of columns that each thread packs in a product by YNNPACK."""
 
 
-def library_scratch(compiled: Any, platform: str) -> int:
-    """Bytes that the library calls of a compiled program allocate, at the worst moment.
+def library_scratch(compiled: Compiled, platform: str) -> int:
+    """Return the peak number of bytes that library calls of a compiled program allocate.
 
-    One call at a time: calls that do not depend on each other can overlap, but the buffers in which
-    XLA keeps their results seldom let them.
+    Calls are assumed not to overlap. Independent calls could, but the buffers in which XLA keeps
+    their results rarely allow for it.
     """
     if platform != "cpu":
         return 0
-    calls = _calls(compiled.as_text())
-    most = max((_FORMULAS[call.name](call) for call in calls), default=0)
-    return most if most >= NEGLIGIBLE else 0
+    calls = _calls(compiled.as_text() or "")
+    peak = max((_FORMULAS[call.name](call) for call in calls), default=0)
+    return peak if peak >= NEGLIGIBLE else 0
 
 
 class _Shape(NamedTuple):
@@ -291,13 +330,15 @@ class _Shape(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """An instruction: its name, shapes, the rest of its line, and whether YNNPACK runs it."""
+    """An HLO instruction that a library may run."""
 
     name: str
     output: _Shape
     operands: Sequence[_Shape]
     text: str
+    """The attributes: the rest of its line after the operands."""
     is_ynn: bool
+    """Whether YNNPACK runs it."""
 
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -308,10 +349,10 @@ _WANTED = {"dot", "convolution", "fft", "sort", "custom-call"}
 
 
 def _calls(text: str) -> Iterator[_Call]:
-    """The instructions in the text of a program that a library may run."""
+    """Yield the instructions in the HLO text of a program that a library may run."""
     shapes: dict[str, _Shape] = {}
     fusions: dict[str, str] = {}
-    found: list[tuple[str, str, str, str, str]] = []
+    candidates: list[tuple[str, str, str, str, str]] = []
     computation = ""
     for line in text.splitlines():
         header = _HEADER.match(line)
@@ -323,16 +364,16 @@ def _calls(text: str) -> Iterator[_Call]:
             continue
         name, type_, operation, operands, rest = match.groups()
         shape = _SHAPE.search(type_)
-        if shape is not None:  # Of several results the first.
-            shapes[name] = _Shape(shape.group(1), _numbers(shape.group(2)))
+        if shape is not None:  # The first one, if there are several results.
+            shapes[name] = _Shape(shape.group(1), _integers(shape.group(2)))
         if operation == "fusion":
             fusions |= {called: kind for kind, called in _FUSION.findall(rest)}
         elif operation in _WANTED:
-            found.append((computation, operation, name, operands, rest))
-    for computation, operation, name, operands, rest in found:
+            candidates.append((computation, operation, name, operands, rest))
+    for computation, operation, name, operands, rest in candidates:
         kind = fusions.get(computation)
         if kind is not None and kind != "kCustom":
-            continue  # Part of a loop that XLA compiles itself.
+            continue  # Part of a fused loop, for which XLA generates code.
         given = [shapes.get(x.split()[-1].lstrip("%")) for x in operands.split(",") if x.strip()]
         known = [x for x in given if x is not None]
         if name in shapes and len(known) == len(given):
@@ -346,45 +387,49 @@ def _dot(call: _Call) -> int:
     count, k = math.prod(batch), math.prod(contracted)
     m, n = (math.prod(x.dims) // max(1, count * k) for x in (left, right))
     if min(count, k, m, n) < 1 or (min(m, n) == 1 and count == 1):
-        return 0  # The product with a vector is compiled.
+        return 0  # XLA generates code for a product with a vector.
     if call.is_ynn:
-        # It packs the right side: as a whole if there is one for each of the batch, else in panels.
-        # Narrow numbers are multiplied in float32.
+        # YNNPACK packs the right-hand side: all of it in a batched product, else in panels.
+        # Half precision is multiplied in float32.
         size = max(left.itemsize, 4)
         packed = count * k * n if count > 1 else k * min(n, _threads() * PANEL)
         wide = count * m * n if left.itemsize < 4 else 0
         return size * (packed + wide)
     size = max(left.itemsize, 4)
-    if count > 1:  # All of the batch are begun at once.
+    if count > 1:  # All products of the batch are started at once.
         return count * size * k * (m + n)
     return _contraction(m, n, k, size)
 
 
 def _contraction(m: int, n: int, k: int, size: int) -> int:
-    """Of a product by Eigen, which packs both sides, and has blocks of its own for each thread."""
+    """Return the scratch bytes of a product in Eigen: both packed sides, and blocks per thread."""
     packed = size * min(k, 2 * DEPTH) * (m + n)
     return packed + min(5 * packed // 2, _threads() * BLOCKS)
 
 
 def _convolution(call: _Call) -> int:
-    """A contraction of the kernel with all windows, one for each number of each output channel."""
+    """Return the scratch bytes of a convolution: the kernel contracted with all windows."""
     image, kernel = call.operands[:2]
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", call.text)
-    if labels is None or image.itemsize > 4:  # Those of doubles are compiled.
+    if labels is None or image.itemsize > 4:  # XLA generates code for float64.
         return 0
-    of_kernel, of_output = labels.group(2), labels.group(3)
-    channels = kernel.dims[of_kernel.index("o")]
+    kernel_labels, output_labels = labels.group(2), labels.group(3)
+    channels = kernel.dims[kernel_labels.index("o")]
     k = math.prod(kernel.dims) // max(1, channels)
-    positions = math.prod(call.output.dims) // max(1, call.output.dims[of_output.index("f")])
+    positions = math.prod(call.output.dims) // max(1, call.output.dims[output_labels.index("f")])
     groups = re.search(r"(?:feature|batch)_group_count=(\d+)", call.text)
     count = int(groups.group(1)) if groups is not None else 1
-    if channels == 1:  # The product of all windows with a vector.
+    if channels == 1:  # A matrix-vector product.
         return _threads() * BLOCKS
     return _contraction(channels, count * positions, k, max(image.itemsize, 4))
 
 
 def _fft(call: _Call) -> int:
-    """Buffers and roots of unity, for a row on each thread; much more for large prime factors."""
+    """Return the scratch bytes of a Fourier transform.
+
+    Buffers and roots of unity for one row on each thread; more if the length has a prime factor
+    above 13.
+    """
     lengths = _attribute(call, "fft_length")
     item = max(x.itemsize for x in (call.output, *call.operands))
     row = max(lengths, default=0)
@@ -397,7 +442,7 @@ def _fft(call: _Call) -> int:
 
 
 def _sort(call: _Call) -> int:
-    """A copy of a row, 16 bytes a number and operand."""
+    """Return the scratch bytes of a stable sort: 16 bytes per element of a row and operand."""
     axes = _attribute(call, "dimensions")
     if not axes or not call.output.dims or "is_stable=true" not in call.text:
         return 0
@@ -405,9 +450,9 @@ def _sort(call: _Call) -> int:
 
 
 def _custom_call(call: _Call) -> int:
-    """Workspaces of LAPACK, one for each matrix of a batch that is being worked on.
+    """Return the bytes of LAPACK workspaces, one for each matrix of a batch in progress.
 
-    On two cores up to four were seen at once.
+    On two cores up to four were measured at once.
     """
     target = re.search(r'custom_call_target="lapack_([sdcz])(\w+?)(?:_ffi)?"', call.text)
     if target is None or not call.operands or len(call.operands[0].dims) < 2:
@@ -420,11 +465,11 @@ def _custom_call(call: _Call) -> int:
 
 
 _WORKSPACES: Mapping[str, Callable[[int, int], float]] = {
-    # In numbers; the routines that are not here need some columns.
-    "syevd": lambda m, n: 1 + 6 * n + 2 * n * n,  # As its manual says, and a row of integers.
+    # In elements. Routines that are not listed need a few columns.
+    "syevd": lambda m, n: 1 + 6 * n + 2 * n * n,  # LAPACK's manual, plus a row of integers.
     "heevd": lambda m, n: 1 + 6 * n + 3 * n * n,
-    "gesdd": lambda m, n: 5 * min(m, n) ** 2 + PANEL * (m + n),  # 3 if square, 4 if long: measured.
-    "geev": lambda m, n: 4 * n * n,  # 3.3 to 3.6: with copies of the eigenvectors.
+    "gesdd": lambda m, n: 5 * min(m, n) ** 2 + PANEL * (m + n),  # Measured: 3 square, 4 tall.
+    "geev": lambda m, n: 4 * n * n,  # Measured: 3.3 to 3.6, with copies of the eigenvectors.
     "potrf": lambda m, n: 0,
     "getrf": lambda m, n: 0,
     "trsm": lambda m, n: 0,
@@ -440,16 +485,16 @@ _FORMULAS: Mapping[str, Callable[[_Call], int]] = {
 
 
 def _attribute(call: _Call, name: str) -> tuple[int, ...]:
-    found = re.search(rf"\b{name}={{([\d,]*)}}", call.text)
-    return _numbers(found.group(1)) if found is not None else ()
+    match = re.search(rf"\b{name}={{([\d,]*)}}", call.text)
+    return _integers(match.group(1)) if match is not None else ()
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(",") if x)
 
 
 def _threads() -> int:
-    """How many threads the libraries use."""
+    """Return the number of threads that the libraries use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

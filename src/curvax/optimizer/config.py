@@ -1,49 +1,62 @@
 """The configuration of K-FAC: every option, its default and its valid values.
 
-Three frozen dataclasses, each of which adds options to the one before: `PreconditionerConfig` has
-those of `scale_by_kfac`, `KFACConfig` those of `kfac`, `OptimizerConfig` those of `Optimizer`,
-where each option is documented. Values are validated once, when a configuration is made.
+Three frozen dataclasses, each a subclass of the previous one: `PreconditionerConfig` holds the
+options of `scale_by_kfac`, `KFACConfig` those of `kfac`, and `OptimizerConfig` those of
+`Optimizer`, whose docstring describes every option. Values are validated once, on construction.
 
-Learning rate, momentum and damping are each a number, which is passed to each step, or a schedule
-or `ADAPTIVE`, which are part of the configuration.
+Learning rate, momentum and damping each have one of three sources: a number that is passed to each
+step, a schedule, or an adaptive rule. The last two are part of the configuration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import check_count, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
+from curvax.curvature.block_diagonal import BlockCtor
 from curvax.curvature.estimation_modes import check_mode
 from curvax.maps.microbatch import microbatch
 from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices
 
 Number = float | int | Array
 
-Schedule = Callable[[Any], Any]
-"""From the index of a step to a value."""
+Schedule = Callable[[Array], ArrayLike]
+"""A function from the index of a step, which is traced, to a value."""
 
 
 class Adaptive:
-    """Chosen in each step: by a quadratic model, or by the Levenberg-Marquardt rule."""
+    """The source of a value that the optimizer chooses itself.
+
+    A quadratic model of the loss chooses learning rate and momentum; the Levenberg-Marquardt rule
+    chooses the damping.
+    """
 
 
 ADAPTIVE = Adaptive()
 
 Hyperparameter = Schedule | Adaptive | None
-"""Where a value comes from; None for a number that is passed to each step."""
+"""The source of a value; None for a number that is passed to each step."""
 
 
-# Metadata of fields: a check of the value of an option, which is told its name.
+class MicrobatchSizes(TypedDict):
+    """The two options that bound the size of microbatches. At most one is not None."""
 
-Metadata = dict[str, Callable[[str, Any], Any]]
+    microbatch_size: int | None
+    memory_budget: int | float | str | None
+
+
+# Metadata of a field: a function `check(name, value)` that raises for an invalid value.
+
+Metadata = dict[str, Callable[[str, Any], object]]
 
 
 def _number(
@@ -86,7 +99,7 @@ def _strings(name: str, value: Any) -> None:
 _ANY = _number(lambda x: x == x, "a number")
 _POSITIVE = _number(lambda x: x > 0, "positive")
 _POSITIVE_OR_NONE = _number(lambda x: x > 0, "positive", is_optional=True)
-_NOT_NEGATIVE = _number(lambda x: x >= 0, "zero or more")
+_NON_NEGATIVE = _number(lambda x: x >= 0, "zero or more")
 _COUNT: Metadata = {"check": check_count}
 _STRINGS: Metadata = {"check": _strings}
 _FUNCTION_OR_NONE = _function(is_optional=True)
@@ -99,9 +112,9 @@ def _require(is_valid: bool | Array, otherwise: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreconditionerConfig:
-    """Options of the curvature estimate and of its inverse."""
+    """Options of the curvature estimate and its inverse."""
 
-    l2_reg: Number = field(default=0.0, metadata=_NOT_NEGATIVE)
+    l2_reg: Number = field(default=0.0, metadata=_NON_NEGATIVE)
     estimation_mode: str = "fisher_gradients"
     curvature_ema: Number = field(
         default=0.95, metadata=_number(lambda x: 0 <= x <= 1, "between zero and one")
@@ -116,9 +129,9 @@ class PreconditionerConfig:
     strict_registration: bool = False
     patterns_to_skip: Sequence[str] = field(default=(), metadata=_STRINGS)
     auto_register_kwargs: Mapping[str, Any] | None = None
-    layer_tag_to_block_ctor: Mapping[str, Any] | None = None
+    layer_tag_to_block_ctor: Mapping[str, BlockCtor] | None = None
     regularized_parameters_path_exclusions: Sequence[str] = field(default=(), metadata=_STRINGS)
-    batch_size_extractor: Callable[[PyTree], Any] = field(
+    batch_size_extractor: Callable[[PyTree], Number] = field(
         default=default_batch_size_extractor, metadata=_function()
     )
     distributed_precon_apply: bool = True
@@ -133,25 +146,25 @@ class PreconditionerConfig:
         check_mode(self.estimation_mode)
         _require(
             self.microbatch_size is None or self.memory_budget is None,
-            f"microbatch_size={self.microbatch_size} and memory_budget={self.memory_budget!r} say "
-            f"the same thing; give one of them.",
+            f"microbatch_size={self.microbatch_size} and memory_budget={self.memory_budget!r} set "
+            f"the same size; give one of them.",
         )
-        microbatch(len, 0, **self.sizes)  # Raises for a wrong size or budget.
+        microbatch(len, 0, **self.sizes)  # Raises for an invalid size or budget.
         _require(
             not (self.register_only_generic and self.strict_registration),
             "register_only_generic=True and strict_registration=True contradict each other: "
-            "generic parameters are in no layer of a known kind.",
+            "generic parameters belong to no layer of a known kind.",
         )
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """The options that bound the size of microbatches, by name."""
+    def sizes(self) -> MicrobatchSizes:
+        """The bounds on the size of microbatches, as keyword arguments."""
         return {"microbatch_size": self.microbatch_size, "memory_budget": self.memory_budget}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KFACConfig(PreconditionerConfig):
-    """Options of the update rule, besides those of the preconditioner."""
+    """Options of the preconditioner and of the update rule."""
 
     use_adaptive_learning_rate: bool = False
     learning_rate_schedule: Schedule | None = field(
@@ -162,7 +175,7 @@ class KFACConfig(PreconditionerConfig):
     use_adaptive_damping: bool = False
     damping_schedule: Schedule | None = field(default=None, metadata=_schedule("damping"))
     initial_damping: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
-    min_damping: Number = field(default=1e-8, metadata=_NOT_NEGATIVE)
+    min_damping: Number = field(default=1e-8, metadata=_NON_NEGATIVE)
     max_damping: Number = field(default=float("inf"), metadata=_POSITIVE)
     include_damping_in_quad_change: bool = False
     damping_adaptation_interval: int = field(default=5, metadata=_COUNT)
@@ -202,17 +215,17 @@ class KFACConfig(PreconditionerConfig):
         _require(
             self.norm_constraint is None or not self.use_adaptive_learning_rate,
             f"norm_constraint={self.norm_constraint} and use_adaptive_learning_rate=True "
-            f"contradict each other: an adaptive learning rate decides itself how long a step is. "
+            f"contradict each other: an adaptive learning rate determines the length of a step. "
             f"Give one of them.",
         )
         _require(
             not self.use_adaptive_damping or initial is not None,
-            "use_adaptive_damping=True needs initial_damping, where it begins.",
+            "use_adaptive_damping=True needs initial_damping, the value to start from.",
         )
         _require(
             self.use_adaptive_damping or initial is None,
-            f"initial_damping={initial} is where an adaptive damping begins, but "
-            f"use_adaptive_damping=False. Say use_adaptive_damping=True, or give damping to step.",
+            f"initial_damping={initial} is the initial value of an adaptive damping, but "
+            f"use_adaptive_damping=False. Set use_adaptive_damping=True, or give damping to step.",
         )
         _require(low <= high, f"min_damping={low} is larger than max_damping={high}.")
         _require(
@@ -226,28 +239,28 @@ class KFACConfig(PreconditionerConfig):
 
     @property
     def learning_rate(self) -> Hyperparameter:
-        """Where the learning rate comes from."""
+        """The source of the learning rate."""
         return ADAPTIVE if self.use_adaptive_learning_rate else self.learning_rate_schedule
 
     @property
     def momentum(self) -> Hyperparameter:
-        """Where the momentum comes from."""
+        """The source of the momentum."""
         return ADAPTIVE if self.use_adaptive_momentum else self.momentum_schedule
 
     @property
     def damping(self) -> Hyperparameter:
-        """Where the damping comes from."""
+        """The source of the damping."""
         return ADAPTIVE if self.use_adaptive_damping else self.damping_schedule
 
     @property
     def needs_loss(self) -> bool:
-        """Whether a step depends on the loss, and not on its gradient alone."""
+        """Whether a step depends on the loss itself, besides its gradient."""
         return self.use_adaptive_damping or self.use_step_rejection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerConfig(KFACConfig):
-    """Options of the function, of devices, compilation and statistics, besides those of K-FAC."""
+    """Options of K-FAC, of the user-supplied function, devices, compilation and statistics."""
 
     value_and_grad_func: Fun = field(
         metadata=_function(" Give jax.value_and_grad(loss), for example.")
@@ -273,33 +286,33 @@ class OptimizerConfig(KFACConfig):
         has_devices = self.multi_device or self.mesh is not None
         _require(
             has_devices or not self.shard_state,
-            "shard_state=True splits the state among devices, but multi_device=False and "
+            "shard_state=True shards the state over devices, but multi_device=False and "
             "mesh=None. Give one of them.",
         )
         budget = self.memory_budget
         is_fraction = isinstance(budget, float) or (isinstance(budget, str) and "%" in budget)
         _require(
             not (is_fraction and has_devices and jax.process_count() > 1),
-            f"memory_budget={budget!r} is a share of what a process has, which may differ between "
-            f"processes, but all must run the same program. Give bytes, such as '2GiB'.",
+            f"memory_budget={budget!r} is a fraction of the memory of a process, which may differ "
+            f"between processes, but all must run the same program. Give bytes, such as '2GiB'.",
         )
         check_mesh(self.mesh, self.pmap_axis_name)
 
     @property
     def axis_name(self) -> str | None:
-        """The mesh axis along which batches are sharded; None on one device."""
+        """The name of the mesh axis along which batches are sharded; None on one device."""
         has_axis = (self.multi_device or self.mesh is not None) and not self.debug
         return axis_of(self.mesh, self.pmap_axis_name) if has_axis else None
 
     @property
     def num_shards(self) -> int | None:
-        """The number of devices among which the state is sharded; None if it is replicated."""
+        """The number of devices over which the state is sharded; None if it is replicated."""
         axis = self.axis_name
         return num_devices(self.mesh, axis) if self.shard_state and axis is not None else None
 
 
-def check_given(name: str, hyperparameter: Hyperparameter, value: Any) -> None:
-    """Check that `step` was given a number exactly if the configuration has no other source."""
+def check_given(name: str, hyperparameter: Hyperparameter, value: ArrayLike | None) -> None:
+    """Check that `step` was given a value if and only if the configuration has no source for it."""
     if hyperparameter is None:
         if value is None:
             raise ValueError(
@@ -313,13 +326,16 @@ def check_given(name: str, hyperparameter: Hyperparameter, value: Any) -> None:
         raise ValueError(f"{where()}: step was given {name}={value}, but {reason}. Leave it out.")
 
 
-def as_scalar(name: str, value: Any, dtype: Any) -> Array | None:
-    """Return a number as an array of one dtype, so that all spellings share a program."""
+def as_scalar(name: str, value: ArrayLike | None, dtype: np.dtype) -> Array | None:
+    """Return a number as an array of the given dtype.
+
+    A Python float and a float32 array then run the same compiled program.
+    """
     if value is None:
         return None
     if jnp.shape(value):
         raise ValueError(
             f"{where()}: {name} is one number, got an array of shape {jnp.shape(value)}. "
-            f"With several devices, too, it is given once."
+            f"It is given once, also on several devices."
         )
     return jnp.asarray(value, dtype)

@@ -1,40 +1,40 @@
-"""The damping rule of Levenberg and Marquardt (Martens & Grosse 2015, section 6.5).
+"""The Levenberg-Marquardt damping rule of K-FAC.
 
-Every few steps the damping follows the ratio rho of the change of the loss to the change that the
-quadratic model predicted. Where the model was good the damping falls, so that steps become longer;
-where it was bad, or the new loss is not finite, it rises.
+The rule is that of section 6.5 of Martens & Grosse (2015), "Optimizing neural networks with
+Kronecker-factored approximate curvature". Every few steps it compares the change of the loss with
+the change that the quadratic model predicted. Their ratio rho is near one where the model is good;
+then the damping decreases, and steps become longer. Where rho is small, or the new loss is not
+finite, the damping increases.
 """
-
-from typing import Any
 
 import jax.numpy as jnp
 
 from curvax._types import Array
-from curvax.optimizer.config import KFACConfig
+from curvax.optimizer.config import KFACConfig, Number
 
 _LARGEST_FACTOR = 1e4
-"""Upper bound on what a given or scheduled damping is multiplied by, so that it comes back."""
+"""Upper bound on the factor of a given or scheduled damping, so that it can return to one."""
 
 
-def damping_decay_factor(config: KFACConfig) -> Any:
-    """Return the factor by which the damping falls at once; it rises by the inverse."""
+def damping_decay_factor(config: KFACConfig) -> Number:
+    """Return the factor of one decrease of the damping; an increase divides by it."""
     return config.damping_adaptation_decay**config.damping_adaptation_interval
 
 
-def is_damping_due(config: KFACConfig, step: Any) -> Any:
-    """Return whether a step adapts the damping."""
+def is_damping_due(config: KFACConfig, step: Array) -> Array:
+    """Return whether the step of this index updates the damping."""
     return (step + 1) % config.damping_adaptation_interval == 0
 
 
 def next_factor(config: KFACConfig, factor: Array, is_taken: Array) -> Array:
-    """Return what a given or scheduled damping is multiplied by in the next step.
+    """Return the factor by which the next step multiplies a given or scheduled damping.
 
-    It rises with each step that is not taken, and returns to one with those that are.
+    It grows with each step that is not taken, and decays to one with those that are.
     """
     decay = jnp.asarray(config.damping_adaptation_decay, factor.dtype)
     increase = jnp.asarray(config.reject_damping_increase_factor, factor.dtype)
-    falling = jnp.maximum(1, factor * decay)
-    return jnp.where(is_taken, falling, jnp.minimum(factor * increase, _LARGEST_FACTOR))
+    decayed = jnp.maximum(1, factor * decay)
+    return jnp.where(is_taken, decayed, jnp.minimum(factor * increase, _LARGEST_FACTOR))
 
 
 def next_damping(
@@ -46,29 +46,30 @@ def next_damping(
     new_loss: Array,
     change: Array,
 ) -> Array:
-    """Return an adaptive damping after a step.
+    """Return the adaptive damping after a step.
 
     Arguments:
         config: The options.
         damping: The damping of the step.
         step: The index of the step.
-        is_taken: Whether the step was taken.
+        is_taken: Whether the step was taken, neither skipped nor rejected.
         loss: The loss before the step.
-        new_loss: The loss after it.
+        new_loss: The loss after the step.
         change: The change of the loss that the quadratic model predicted.
     """
     adapted = _adapted(config, damping, loss.astype(new_loss.dtype), new_loss, change)
     usual = jnp.where(is_damping_due(config, step), adapted, damping)
-    return jnp.where(is_taken, usual, _raised(config, damping))
+    return jnp.where(is_taken, usual, _after_failed_step(config, damping))
 
 
 def _adapted(
     config: KFACConfig, damping: Array, loss: Array, new_loss: Array, change: Array
 ) -> Array:
-    """Return the damping from the loss before and after a step and its predicted change.
+    """Apply the rule to the loss before and after a step, and its predicted change.
 
-    Changes within the rounding error of the loss say nothing. A model that predicts that the loss
-    rises, which happens if the learning rate is too large for it, is never a good one.
+    Two exceptions: changes within the rounding error of the loss carry no information, so the
+    damping stays. And a model that predicts an increase of the loss, as it does for too large a
+    learning rate, is never good.
     """
     factor = jnp.asarray(damping_decay_factor(config), damping.dtype)
     difference = new_loss - loss
@@ -77,21 +78,22 @@ def _adapted(
     is_noise = (jnp.abs(difference) <= noise) & (jnp.abs(change) <= noise)
     is_good = (rho > config.damping_upper_threshold) & (change < 0)
     is_fair = jnp.where(change < 0, rho >= config.damping_lower_threshold, difference <= 0)
-    falling = jnp.where(is_good, damping * factor, damping)
-    adapted = jnp.where(is_fair, falling, _increased(config, damping, 1 / factor, 1e8))
+    decreased = jnp.where(is_good, damping * factor, damping)
+    adapted = jnp.where(is_fair, decreased, _increased(config, damping, 1 / factor, 1e8))
     return _clipped(config, jnp.where(is_noise, damping, adapted))
 
 
-def _raised(config: KFACConfig, damping: Array) -> Array:
-    """Return the damping after a step that was not taken.
+def _after_failed_step(config: KFACConfig, damping: Array) -> Array:
+    """Return the damping after a step that was skipped or rejected.
 
-    At most 10⁴ times the initial damping, unless it was above that already: so that it comes back.
+    It grows to at most 10⁴ times the initial damping, from where it can decrease again.
     """
     factor = jnp.asarray(config.reject_damping_increase_factor, damping.dtype)
     return _clipped(config, _increased(config, damping, factor, 1e4))
 
 
 def _increased(config: KFACConfig, damping: Array, factor: Array, limit: float) -> Array:
+    """Multiply by the factor, up to `limit` times the initial damping; never decrease."""
     initial = jnp.asarray(config.initial_damping, damping.dtype)
     ceiling = initial * jnp.asarray(limit, damping.dtype)
     return jnp.maximum(damping, jnp.minimum(damping * factor, ceiling))

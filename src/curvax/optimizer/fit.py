@@ -1,4 +1,4 @@
-"""Training: a loop of steps with a progress bar, which Ctrl-C stops between steps."""
+"""The training loop of `Optimizer.fit`: a progress bar, and Ctrl-C between steps."""
 
 import signal
 import threading
@@ -6,88 +6,87 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
 
 import jax
 
 from curvax._errors import where
 from curvax._types import Array, PyTree
-from curvax.optimizer.state import StepResult, StepResultWithFuncState, step_result
+from curvax.optimizer.state import OptimizerState, Stats, StepResult, StepResultWithFuncState
 
 
 class NoMoreBatches(ValueError):
-    """An iterator ended."""
+    """The error of a data iterator that is exhausted."""
 
 
-Callback = Callable[[PyTree, Any, dict[str, Any]], Any]
-"""Called after a step with parameters, state and statistics; a truthy result stops."""
+Callback = Callable[[PyTree, OptimizerState, Stats], object]
+"""Called after each step with parameters, state and statistics; a truthy result stops training."""
+
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 def fit(
-    step: Callable[..., tuple[Any, ...]],
-    carried: tuple[PyTree, Any, PyTree],
+    step: Callable[..., StepResult | StepResultWithFuncState],
+    latest: StepResult | StepResultWithFuncState,
     rng: Array,
     data_iterator: Iterable[PyTree],
     num_steps: int,
     callback: Callback | None,
     progress: bool,
-    has_state: bool,
 ) -> StepResult | StepResultWithFuncState:
-    """Call `step` a number of times; see `Optimizer.fit`.
+    """Call `step` repeatedly, from `latest`, and return its last result; see `Optimizer.fit`.
 
-    An interrupt must not come between the donation of buffers and the result that replaces them.
-    So while this runs, the first Ctrl-C only asks to stop.
+    An interrupt between the donation of buffers and the assignment of their replacements would lose
+    the parameters. So the first Ctrl-C only requests a stop after the current step.
     """
-    params, state, func_state = carried
     batches = iter(data_iterator)
-    stats: dict[str, Any] = {}
-    reached = lambda: step_result(params, state, func_state, stats, has_func_state=has_state)
-    with _Interrupts() as interrupts, _Bar(num_steps, progress) as bar:
-        for number in range(num_steps):
-            key = jax.random.fold_in(rng, state.step_counter)
-            named = {"func_state": func_state} if has_state else {}
+    with _DeferredInterrupt() as interrupt, _ProgressBar(num_steps, progress) as bar:
+        for index in range(num_steps):
+            key = jax.random.fold_in(rng, latest.state.step_counter)
+            named = {}
+            if isinstance(latest, StepResultWithFuncState):
+                named = {"func_state": latest.func_state}
             try:
-                found = step(params, state, key, data_iterator=batches, **named)
-                params, state, *rest, stats = found
-                func_state = rest[0] if has_state else None
-                bar.show(stats)
-                wants_end = callback is not None and callback(params, state, stats)
+                latest = step(latest.params, latest.state, key, data_iterator=batches, **named)
+                bar.show(latest.stats)
+                is_stopped = callback is not None and callback(
+                    latest.params, latest.state, latest.stats
+                )
             except NoMoreBatches as error:
                 warnings.warn(
-                    f"{where()}: data_iterator ended after {number} of {num_steps} "
+                    f"{where()}: data_iterator ended after {index} of {num_steps} "
                     f"steps ({error}) For more epochs, give an iterator that goes on.",
                     stacklevel=3,
                 )
                 break
             except Exception as error:
-                # The caller's own arrays were donated.
-                error.reached = reached()  # pyright: ignore[reportAttributeAccessIssue]
+                # The caller's arrays were donated, so this is the only copy of the parameters.
+                error.reached = latest  # pyright: ignore[reportAttributeAccessIssue]
                 raise
-            if interrupts.asked or wants_end:
+            if interrupt.is_requested or is_stopped:
                 break
-    return reached()
+    return latest
 
 
-class _Bar:
-    """A progress bar with the loss, the damping and the time of a step.
+class _ProgressBar:
+    """A progress bar with the loss, the damping and the time per step.
 
-    To show numbers is to wait for them, so it is not done in every step.
+    Reading the loss blocks until the step has run, so the numbers are updated a few times a second
+    and not in every step.
     """
 
     def __init__(self, total: int, is_shown: bool) -> None:
-        from tqdm.auto import tqdm  # Which takes as long to import as all of curvax.
+        from tqdm.auto import tqdm  # Importing tqdm takes as long as importing curvax.
 
         self._bar = tqdm(total=total, disable=not is_shown, unit="step")
         self._shown = (0, time.perf_counter())
 
-    def __enter__(self) -> "_Bar":
+    def __enter__(self) -> "_ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def show(self, stats: dict[str, Any]) -> None:
+    def show(self, stats: Stats) -> None:
         """Advance by one step."""
         if self._bar.disable:
             return
@@ -101,23 +100,23 @@ class _Bar:
             self._shown = (count, time.perf_counter())
 
 
-class _Interrupts:
-    """Notes a first Ctrl-C instead of raising it; a second one is raised."""
+class _DeferredInterrupt:
+    """A context in which the first Ctrl-C sets `is_requested`; a second one raises."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
+        self.is_requested = False
+        self._previous: Callable[[int, FrameType | None], object] | int | None = None
 
-    def __enter__(self) -> "_Interrupts":
+    def __enter__(self) -> "_DeferredInterrupt":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.is_requested = True

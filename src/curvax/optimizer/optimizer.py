@@ -1,23 +1,26 @@
-"""`Optimizer`: the stateful shell of K-FAC.
+"""`Optimizer`: the stateful shell around the pure functions of K-FAC.
 
-It maps its arguments to an `OptimizerConfig`, traces the function when it first sees a batch,
-compiles the pure functions of `KFAC`, donates buffers and counts steps. All mathematics is there.
+It holds the configuration, traces the user-supplied function at the first call, compiles the pure
+functions of `KFAC`, donates buffers and tracks the step count. The mathematics is in `step.py`,
+after Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
+curvature".
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, SupportsInt, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
-from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
 from curvax.curvature.state_sharding import (
     ShardedCurvature,
     check_rows,
@@ -27,17 +30,25 @@ from curvax.curvature.state_sharding import (
     whole_state,
 )
 from curvax.devices.mesh_axis import to_host
-from curvax.optimizer.config import Number, OptimizerConfig, Schedule, as_scalar, check_given
+from curvax.optimizer.config import (
+    MicrobatchSizes,
+    Number,
+    OptimizerConfig,
+    Schedule,
+    as_scalar,
+    check_given,
+)
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
-from curvax.optimizer.data_parallel import DataParallel, without_places
+from curvax.optimizer.data_parallel import DataParallel, without_shardings
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
-from curvax.optimizer.preconditioner import l2_matrix
+from curvax.optimizer.preconditioner import EstimatorState, l2_matrix
 from curvax.optimizer.programs import Programs, check_alive, is_traced
+from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
     OptimizerState,
     StepResult,
     StepResultWithFuncState,
-    number_type,
+    scalar_dtype,
     step_result,
 )
 from curvax.optimizer.step import KFAC, Statistics, burnin_key
@@ -46,9 +57,11 @@ from curvax.optimizer.value_function import ValueFunction
 _OPTIONS = {option.name for option in fields(OptimizerConfig)}
 _REPLACED = ("params", "state", "func_state")
 
+T = TypeVar("T")
+
 
 class Optimizer:
-    """K-FAC: steps along the gradient, preconditioned by an estimate of the curvature.
+    """The K-FAC optimizer: steps along the gradient, preconditioned by an estimated curvature.
 
     With the gradient g and the estimated curvature C of the losses that the function registers,
 
@@ -59,21 +72,25 @@ class Optimizer:
     `jax.value_and_grad` was applied to; else in `value_and_grad_func` itself, as with a
     `jax.custom_jvp` whose rule registers.
 
-    A step for which the loss, the gradient or the update is not finite is skipped: parameters and
-    the state of the function stay as they are, and the damping rises for a while. If the loss or
-    the gradient is not finite, the curvature stays as it is, too; otherwise momentum starts again
-    from zero.
+    A step with a non-finite loss, gradient or update is skipped: parameters and the state of the
+    function stay as they are, and the damping increases for the following steps. If the loss or the
+    gradient is not finite, the curvature stays as it is, too; otherwise the momentum is reset to
+    zero.
 
-    `step` returns statistics: `step`, `batch_size`, `data_seen`, `loss`, `learning_rate`,
-    `momentum`, `damping`; `rho`, `new_loss` and `quad_model_change`, the ratio of the change of the
-    loss to the predicted one, the loss after the step and the predicted change, which are NaN in
-    steps that do not need them; `scaled_grad_norm_sq`, the squared norm of
-    `learning_rate * direction` in the metric of the estimate, before any constraint; `skipped`, the
-    number of steps that were skipped so far; `aux` if the function returns it. On request
-    `rejected`, `registered_loss`, `param_norm`, `grad_norm`, `precon_grad_norm`, `update_norm`, and
-    by parameter `param_norms` and so on.
+    `step` returns a dictionary of statistics:
 
-    The arguments are attributes. They can be set until the function was traced, and afterwards if
+    - `step`, `batch_size`, `data_seen`, `loss`, `learning_rate`, `momentum`, `damping`.
+    - `new_loss`, the loss after the step; `quad_model_change`, the change of the loss that the
+      quadratic model predicts; `rho`, the ratio of the change to the predicted one. They are NaN in
+      steps that do not need them.
+    - `scaled_grad_norm_sq`, the squared norm of `learning_rate * direction` in the metric of the
+      estimate, before any constraint.
+    - `skipped`, the number of steps skipped so far.
+    - `aux` if the function returns it; `rejected` with `use_step_rejection`.
+    - On request `registered_loss`, `param_norm`, `grad_norm`, `precon_grad_norm`, `update_norm`,
+      and, by parameter, `param_norms` and so on.
+
+    The arguments are attributes. They can be set until the function is traced, and afterwards if
     that is allowed; then it is traced and compiled again.
 
     Arguments:
@@ -81,89 +98,100 @@ class Optimizer:
             `(out, grads) = value_and_grad_func(params, func_state, rng, batch)`, where `out` is
             `(loss, func_state, aux)`, or the loss alone. The next options say which of them the
             function has.
-        l2_reg: Weight of a regulariser `l2_reg / 2 * sum(params**2)` that is part of the loss. It
-            is not added to the loss here, only to the curvature.
-        value_func_has_aux: Whether there is `aux`.
-        value_func_has_state: Whether there is `func_state`.
-        value_func_has_rng: Whether there is `rng`.
-        use_adaptive_learning_rate: Whether each step takes the learning rate that minimises a
-            quadratic model with the exact curvature. For batches that hardly differ.
+        l2_reg: Weight of a regulariser `l2_reg / 2 * sum(params**2)` that the loss includes. It is
+            added to the curvature, but not to the loss.
+        value_func_has_aux: Whether the function returns `aux`.
+        value_func_has_state: Whether the function takes and returns `func_state`.
+        value_func_has_rng: Whether the function takes `rng`.
+        use_adaptive_learning_rate: Whether each step uses the learning rate that minimises a
+            quadratic model of the loss with the exact curvature. For batches that hardly differ.
         learning_rate_schedule: A function of the step. Without a schedule or an adaptive learning
-            rate, `step` is given the learning rate.
-        use_adaptive_momentum: Whether each step takes the momentum that minimises that model.
-        momentum_schedule: A function of the step. Otherwise as for the learning rate.
-        use_adaptive_damping: Whether to adapt the damping by the Levenberg-Marquardt rule: by how
-            well the model predicts the loss.
-        damping_schedule: A function of the step. Otherwise as for the learning rate.
-        initial_damping: Initial value of an adaptive damping.
-        min_damping: Lower bound on an adaptive damping.
-        max_damping: Upper bound on an adaptive damping.
-        include_damping_in_quad_change: Whether the predicted change includes the damping.
-        damping_adaptation_interval: Number of steps between updates of an adaptive damping.
-        damping_adaptation_decay: It changes by this to the power of the interval.
-        damping_lower_threshold: It rises if the ratio of changes is below this.
-        damping_upper_threshold: It falls if the ratio is above this.
-        always_use_exact_qmodel_for_damping_adjustment: Whether the predicted change is computed
-            with the exact curvature even where learning rate and momentum are not adaptive.
+            rate, pass the learning rate to `step`.
+        use_adaptive_momentum: Whether each step uses the momentum that minimises that model.
+        momentum_schedule: A function of the step. Without a schedule or an adaptive momentum, pass
+            the momentum to `step`.
+        use_adaptive_damping: Whether to adapt the damping by the Levenberg-Marquardt rule, which
+            compares the change of the loss with the change that a quadratic model predicts.
+        damping_schedule: A function of the step. Without a schedule or an adaptive damping, pass
+            the damping to `step`.
+        initial_damping: Initial value of the adaptive damping.
+        min_damping: Lower bound on the adaptive damping.
+        max_damping: Upper bound on the adaptive damping.
+        include_damping_in_quad_change: Whether the predicted change includes the damping term.
+        damping_adaptation_interval: Number of steps between damping updates.
+        damping_adaptation_decay: Decay of the adaptive damping per step: an update multiplies or
+            divides the damping by `damping_adaptation_decay ** damping_adaptation_interval`.
+        damping_lower_threshold: Ratio of the change of the loss to the predicted one below which
+            the damping increases.
+        damping_upper_threshold: Ratio above which the damping decreases.
+        always_use_exact_qmodel_for_damping_adjustment: Whether the predicted change uses the exact
+            curvature even if neither learning rate nor momentum is adaptive.
         norm_constraint: Upper bound on the squared norm of `learning_rate * direction` in the
             metric of the estimate. Longer directions are scaled down.
-        num_burnin_steps: Number of updates of the curvature before the first step.
-        estimation_mode: How the curvature is estimated, such as "fisher_gradients" or "ggn_exact";
-            see `BlockDiagonalCurvature.update_curvature_matrix_estimate`.
-        curvature_ema: Decay of the moving average of the curvature in each update.
+        num_burnin_steps: Number of curvature updates before the first step.
+        estimation_mode: Which curvature to estimate, and how. `"fisher_gradients"`: the Fisher
+            matrix, from gradients for targets sampled from the model's predictions.
+            `"fisher_curvature_prop"` and `"ggn_curvature_prop"`: the Fisher or the generalised
+            Gauss-Newton matrix, from random signs. `"fisher_exact"` and `"ggn_exact"`: without
+            sampling, by as many backward passes as an example has outputs. `"fisher_empirical"`:
+            gradients for the given targets.
+        curvature_ema: Decay of the moving average of the curvature at each update.
         inverse_update_period: Number of steps between updates of the inverses.
         use_exact_inverses: Whether to add the damping to the curvature of a layer instead of to its
-            Kronecker factors. It takes eigenvalues; a new damping then has its effect at once.
+            Kronecker factors. This needs eigendecompositions; a change of the damping then has
+            effect at once.
         batch_process_func: Applied to each batch before it is used.
         register_only_generic: Whether to treat all parameters as generic ones.
-        patterns_to_skip: Names of the kinds of layers that are not looked for.
+        patterns_to_skip: Names of the kinds of layers that are not detected.
         auto_register_kwargs: Further arguments of `auto_register_tags`, and `examples_interact` of
             `BlockDiagonalCurvature`.
         layer_tag_to_block_ctor: Classes of curvature blocks by layer tag ("dense_tag" or "dense"),
             in place of the default ones.
         multi_device: Whether to shard batches over devices: all of them, or those of `mesh`.
         debug: Whether to run without compiling, on one device.
-        batch_size_extractor: From a batch to its number of examples.
+        batch_size_extractor: A function from a batch to its number of examples.
         pmap_axis_name: Name of the mesh axis along which batches are sharded: one of `mesh`, if it
             has several; or that of a `jax.shard_map` or `jax.pmap` around `step`.
-        forbid_setting_attributes_after_finalize: Whether attributes cannot be set any more once the
-            function was traced.
+        forbid_setting_attributes_after_finalize: Whether attributes can no longer be set once the
+            function is traced.
         modifiable_attribute_exceptions: Names of attributes that can be set even then.
         include_norms_in_stats: Whether statistics include norms.
         include_per_param_norms_in_stats: Whether statistics include norms by parameter.
         distributed_precon_apply: Whether products with inverses are distributed over devices.
-        distributed_inverses: Whether inverses are distributed over devices.
+        distributed_inverses: Whether the computation of inverses is distributed over devices.
         curvature_update_period: Number of steps between updates of the curvature.
-        num_estimator_samples: Number of samples of an update, in modes that sample.
-        use_step_rejection: Whether to reject a step that makes the loss of its batch rise. The
-            damping rises then, wherever it comes from, and momentum starts again from zero.
-        reject_damping_increase_factor: Factor by which it rises, also for a step that is skipped. A
-            given or scheduled damping returns to its value with the steps that follow, by
+        num_estimator_samples: Number of samples per curvature update, in modes that sample.
+        use_step_rejection: Whether to reject a step that increases the loss of its batch. Then the
+            damping increases, be it given, scheduled or adaptive, and the momentum is reset to
+            zero.
+        reject_damping_increase_factor: Factor of that increase, and of that after a skipped step. A
+            given or scheduled damping returns to its value over the following steps, by a factor of
             `damping_adaptation_decay` each.
         precon_power: Power of the curvature, in place of -1.
         value_func_for_estimator: A function like the one inside `value_and_grad_func`, which
             registers the losses.
         include_registered_loss_in_stats: Whether statistics include the mean of the registered
             losses.
-        regularized_parameters_path_exclusions: Regular expressions. Parameters in whose paths
-            (such as `['layer']['bias']`) one is found are not regularised. In the preconditioner
-            that counts for layers none of whose parameters are.
+        regularized_parameters_path_exclusions: Regular expressions. A parameter whose path, such as
+            `['layer']['bias']`, matches one of them is not regularised. The preconditioner leaves
+            the regulariser out only for layers all of whose parameters match.
         strict_registration: Whether a parameter outside the known kinds of layers is an error.
-        microbatch_size: Number of examples to take at a time, for gradient and curvature. In `aux`,
-            real numbers are then averaged, integers summed, and rows of examples concatenated. All
+        microbatch_size: Number of examples per microbatch, for gradient and curvature. In `aux`,
+            real numbers are then averaged, integers summed, and per-example rows concatenated. All
             microbatches get the same `rng`.
-        memory_budget: Memory that a step may add to what is there: its results, less what it writes
-            into donated buffers, its temporaries, and the scratch memory of libraries. The
-            microbatch size is chosen for it. In burn-in, on several devices, and inside a function
-            that is traced, it holds for each of gradient and curvature.
-        stagger_inverses: Whether each step computes the inverses of some of the layers, so that
+        memory_budget: Memory that a step may add to what is in use: its results, except for those
+            in donated buffers, its temporaries, and the scratch memory of libraries; bytes as an
+            integer or a string such as "2GiB", or a fraction of the available memory. The
+            microbatch size is chosen accordingly. In burn-in, on several devices, and inside a
+            traced function, the budget applies to gradient and curvature separately.
+        stagger_inverses: Whether each step updates the inverses of some of the layers, so that all
             steps take about the same time.
         donate_buffers: Whether `step` donates the buffers of parameters and states.
-        mesh: The devices, with an axis called `pmap_axis_name` or a single one. It implies
+        mesh: The devices, with an axis called `pmap_axis_name` or a single axis. It implies
             `multi_device`. Parameters may be sharded along other axes.
         shard_state: Whether to shard the Kronecker factors over devices instead of replicating
-            them. Pairs of factors of equal shape are distributed, so memory falls with the number
-            of devices as far as there are several.
+            them. Pairs of factors of equal shape are distributed, so the memory per device
+            decreases with the number of devices up to the number of such pairs.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -190,7 +218,7 @@ class Optimizer:
         True
     """
 
-    State: ClassVar[Any] = OptimizerState
+    State: ClassVar[type[OptimizerState]] = OptimizerState
 
     _config: OptimizerConfig
     _core: KFAC | None = None
@@ -227,10 +255,10 @@ class Optimizer:
         register_only_generic: bool = False,
         patterns_to_skip: Sequence[str] = (),
         auto_register_kwargs: Mapping[str, Any] | None = None,
-        layer_tag_to_block_ctor: Mapping[str, Any] | None = None,
+        layer_tag_to_block_ctor: Mapping[str, BlockCtor] | None = None,
         multi_device: bool = False,
         debug: bool = False,
-        batch_size_extractor: Callable[[PyTree], Any] = default_batch_size_extractor,
+        batch_size_extractor: Callable[[PyTree], Number] = default_batch_size_extractor,
         pmap_axis_name: str = "kfac_axis",
         forbid_setting_attributes_after_finalize: bool = True,
         modifiable_attribute_exceptions: Sequence[str] = (),
@@ -316,7 +344,7 @@ class Optimizer:
         self._configure(config)
 
     def _configure(self, config: OptimizerConfig) -> None:
-        """Start afresh from a configuration."""
+        """Set the configuration, and discard whatever was traced or compiled."""
         self._config, self._core = config, None
         self._function = ValueFunction(
             config.value_and_grad_func,
@@ -328,7 +356,7 @@ class Optimizer:
         axis, has_budget = config.axis_name, config.memory_budget is not None
         devices = None if axis is None else DataParallel(config.mesh, axis)
         self._programs = Programs(not config.debug, config.donate_buffers, devices, has_budget)
-        self._counted: tuple[Any, int] = (None, 0)
+        self._counted: tuple[Array | None, int] = (None, 0)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OPTIONS:
@@ -336,7 +364,7 @@ class Optimizer:
         return getattr(self._config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A subclass may set attributes before it calls `__init__`; private ones are always ours.
+        # A subclass may set attributes before it calls `__init__`.
         config: OptimizerConfig | None = getattr(self, "_config", None)
         if config is None or name.startswith("_"):
             object.__setattr__(self, name, value)
@@ -345,7 +373,7 @@ class Optimizer:
         if self._core and is_forbidden and name not in config.modifiable_attribute_exceptions:
             raise AttributeError(
                 f"{where()}: {name} cannot be set any more, because the optimizer was used "
-                f"already. Make another one; or name it in modifiable_attribute_exceptions, or say "
+                f"already. Make another one; or name it in modifiable_attribute_exceptions, or set "
                 f"forbid_setting_attributes_after_finalize=False."
             )
         if name in _OPTIONS:
@@ -355,29 +383,29 @@ class Optimizer:
 
     @property
     def num_burnin_steps(self) -> int:
-        """Number of updates of the curvature before the first step."""
+        """The number of curvature updates before the first step."""
         return self._config.num_burnin_steps
 
     @property
     def l2_reg(self) -> Array:
-        """Weight of the regulariser in the curvature."""
+        """The weight of the regulariser."""
         return jnp.asarray(self._config.l2_reg, float)
 
     @property
     def estimator(self) -> BlockDiagonalCurvature:
-        """The curvature estimator, once the optimizer was used."""
+        """The curvature estimator, once the function is traced."""
         return self._traced.preconditioner.estimator
 
     @property
-    def damping_decay_factor(self) -> Any:
-        """Factor by which an adaptive damping falls at once; it rises by the inverse."""
+    def damping_decay_factor(self) -> Number:
+        """The factor of one decrease of the adaptive damping; an increase divides by it."""
         return damping_decay_factor(self._config)
 
     @property
     def _traced(self) -> KFAC:
         if self._core is None:
             raise ValueError(
-                f"{where()}: what the function consists of is not known before it was traced. "
+                f"{where()}: the layers of the function are not known before it is traced. "
                 f"Call init or step first."
             )
         return self._core
@@ -385,16 +413,27 @@ class Optimizer:
     def finalize(
         self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
     ) -> KFAC:
-        """Trace the function if that was not done yet; `init` and `step` do it by themselves.
+        """Trace the function, unless it is traced already. `init` and `step` call this.
 
         Arguments:
             params: The parameters.
             rng: A random key.
-            batch: A batch as `batch_process_func` returns it: it is not applied here.
+            batch: A batch, as returned by `batch_process_func`, which is not applied here.
             func_state: The state of the function, if it has one.
 
         Returns:
             The pure functions that `init` and `step` compile.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> core = optimizer.finalize(params, jax.random.key(0), batch)
+            >>> optimizer.estimator.block_dims  # One layer with four parameters.
+            (4,)
         """
         if self._core is not None:
             return self._core
@@ -412,11 +451,22 @@ class Optimizer:
             func_state: The state of the function, if it has one.
 
         Returns:
-            The state.
+            The state, a pytree of arrays.
 
         Raises:
-            RegistrationError: If the function registers no loss, or one was lost; or, with
-                `strict_registration`, if a parameter is not part of a known kind of layer.
+            RegistrationError: If the function registers no loss, or JAX dropped a registered loss;
+                or, with `strict_registration`, if a parameter is not part of a known kind of layer.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> state = optimizer.init(params, jax.random.key(0), batch)
+            >>> int(state.step_counter), state.velocities.shape
+            (0, (4, 1))
         """
         batch = self._processed(batch)
         args = {"params": params, "rng": rng, "batch": batch, "func_state": func_state}
@@ -438,33 +488,51 @@ class Optimizer:
         data_iterator: Iterable[PyTree],
         func_state: PyTree = None,
     ) -> tuple[OptimizerState, PyTree]:
-        """Update the curvature a number of times, and nothing else.
+        """Update the curvature `num_steps` times, and nothing else.
 
         Arguments:
-            num_steps: Number of updates.
+            num_steps: Number of curvature updates.
             params: The parameters.
             state: The state of the optimizer.
             rng: A random key.
-            data_iterator: Batches, one for each update.
+            data_iterator: An iterable of batches, one for each update.
             func_state: The state of the function, if it has one.
 
         Returns:
-            The state, and the state of the function, unchanged.
+            The new state, and `func_state`, unchanged.
+
+        Raises:
+            ValueError: If there are too few batches.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> rng = jax.random.key(0)
+            >>> state = optimizer.init(params, rng, batch)
+            >>> state, _ = optimizer.burnin(3, params, state, rng, [batch, batch, batch])
+            >>> state.estimator_state.blocks_states[0].inputs_factor.weight.round(2)
+            Array(2.85, dtype=float32)
+            >>> int(state.step_counter)
+            0
         """
         batches = iter(data_iterator)
-        for number in range(num_steps):
+        for index in range(num_steps):
             try:
                 batch = self._processed(next(batches))
             except StopIteration:
                 raise NoMoreBatches(
-                    f"{where()}: data_iterator ended after {number} of {num_steps} updates before "
-                    f"the first step. Give one that goes on, or fewer num_burnin_steps."
+                    f"{where()}: data_iterator ended after {index} of {num_steps} updates before "
+                    f"the first step. Give a longer one, or fewer num_burnin_steps."
                 ) from None
             core = self._checked_core(params, state, rng, batch, func_state)
-            args = {"params": params, "state": state, "rng": burnin_key(rng, number)}
+            args = {"params": params, "state": state, "rng": burnin_key(rng, index)}
             args |= {"batch": batch, "func_state": func_state}
             # The first update does not donate the caller's state: an error must not lose it.
-            name, replaced = ("burnin", ("state",)) if number else ("first burnin", ())
+            name, replaced = ("burnin", ("state",)) if index else ("first burnin", ())
             state = self._programs.run(name, core.burnin, args, replaced, "state")
         return state, func_state
 
@@ -477,9 +545,9 @@ class Optimizer:
         data_iterator: Iterable[PyTree] | None = None,
         batch: PyTree = None,
         func_state: None = None,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
         global_step_int: int | None = None,
     ) -> StepResult: ...
 
@@ -492,9 +560,9 @@ class Optimizer:
         data_iterator: Iterable[PyTree] | None = None,
         batch: PyTree = None,
         func_state: PyTree = ...,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
         global_step_int: int | None = None,
     ) -> StepResultWithFuncState: ...
 
@@ -506,49 +574,64 @@ class Optimizer:
         data_iterator: Iterable[PyTree] | None = None,
         batch: PyTree = None,
         func_state: PyTree = None,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
         global_step_int: int | None = None,
     ) -> StepResult | StepResultWithFuncState:
-        """Do one step of the optimizer.
+        """Perform one step of the optimizer.
 
-        The first step burns in: it updates the curvature `num_burnin_steps` times before, with
-        batches from the iterator, or else with the given batch each time.
-        A step is compiled, and the buffers of `params`, `state` and `func_state` are donated: they
-        cannot be used afterwards. Inside a function that is traced it becomes part of that.
+        The first step is preceded by burn-in: `num_burnin_steps` curvature updates, with batches
+        from the iterator, or else with the given batch.
+
+        The step is compiled, and donates the buffers of `params`, `state` and `func_state`, which
+        cannot be used afterwards. Inside a traced function, the step becomes part of its program.
 
         Arguments:
             params: The parameters.
             state: The state of the optimizer.
-            rng: A random key, another one for each step.
-            data_iterator: Where to take a batch from, if it is not given.
-            batch: The batch.
+            rng: A random key, a different one for each step.
+            data_iterator: An iterable of batches. Give this or `batch`.
+            batch: A batch.
             func_state: The state of the function, if it has one.
-            learning_rate: The learning rate, if it is not adaptive and has no schedule.
-            momentum: The momentum, if it is not adaptive and has no schedule.
-            damping: The damping, if it is not adaptive and has no schedule.
-            global_step_int: The index of the step, if the caller knows it. It must be that of the
-                state.
+            learning_rate: The learning rate, if it is neither adaptive nor scheduled.
+            momentum: The momentum, if it is neither adaptive nor scheduled.
+            damping: The damping, if it is neither adaptive nor scheduled.
+            global_step_int: The index of the step, to be compared with that of the state.
 
         Returns:
             A named tuple `(params, state, stats)`, or `(params, state, func_state, stats)` if the
-            function has a state. Statistics are a dictionary; see `Optimizer`.
+            function has a state. `stats` is a dictionary; see `Optimizer`.
 
         Raises:
             TypeError: If the state is not one that `init` returned.
             ValueError: If arguments contradict each other, those of the constructor, or the state.
             MemoryBudgetError: If not even microbatches of one example fit the memory budget.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> state = optimizer.init(params, jax.random.key(0), batch)
+            >>> values = dict(learning_rate=0.5, momentum=0.9, damping=1e-3)
+            >>> result = optimizer.step(params, state, jax.random.key(1), batch=batch, **values)
+            >>> bool(loss(result.params, batch) < result.stats["loss"])
+            True
+            >>> int(result.stats["batch_size"]), int(result.state.step_counter)
+            (4, 1)
         """
         given = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
-        dtype = number_type(params)
+        dtype = scalar_dtype(params)
         given = {name: as_scalar(name, value, dtype) for name, value in given.items()}
         self._check_given(given)
         _check_state(state)
         check_alive((params, state, func_state))
-        is_inside = is_traced((params, state, rng, batch, func_state, given))
-        if is_inside and batch is None:
-            raise ValueError(f"{where()}: inside of a traced function, give step a batch.")
+        is_inside_trace = is_traced((params, state, rng, batch, func_state, given))
+        if is_inside_trace and batch is None:
+            raise ValueError(f"{where()}: inside a traced function, give step a batch.")
         if (batch is None) == (data_iterator is None):
             raise ValueError(
                 f"{where()}: give step either batch= or data_iterator=, and not both or neither."
@@ -558,11 +641,11 @@ class Optimizer:
         self._programs.check(args)
         results = (*_REPLACED, None)
         has_state = self._config.value_func_has_state
-        if is_inside:
+        if is_inside_trace:
             args["batch"] = self._processed(batch)
             core = self._checked_core(params, state, rng, args["batch"], func_state)
-            found = self._programs.inside(core.step_with_burnin, args, results)
-            return step_result(*found, has_func_state=has_state)
+            result = self._programs.run_traced(core.step_with_burnin, args, results)
+            return step_result(*result, has_func_state=has_state)
         count = self._check_step(self._step_counter(state), global_step_int)
         batches = itertools.repeat(batch) if data_iterator is None else iter(data_iterator)
         if count == 0 and self.num_burnin_steps:
@@ -574,9 +657,43 @@ class Optimizer:
             raise NoMoreBatches(f"{where()}: data_iterator has no more batches.") from None
         self._checked_core(params, state, rng, args["batch"], func_state)
         name, core = self._within_budget(args)
-        found = self._programs.run(name, core.step, args, _REPLACED, results)
-        self._counted = (found[1].step_counter, count + 1)
-        return step_result(*found, has_func_state=has_state)
+        result = self._programs.run(name, core.step, args, _REPLACED, results)
+        self._counted = (result[1].step_counter, count + 1)
+        return step_result(*result, has_func_state=has_state)
+
+    @overload
+    def fit(  # pyright: ignore[reportOverlappingOverload]  A pytree may be None.
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        data_iterator: Iterable[PyTree],
+        num_steps: int,
+        callback: Callback | None = None,
+        progress: bool = True,
+        *,
+        func_state: None = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
+    ) -> StepResult: ...
+
+    @overload
+    def fit(
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        data_iterator: Iterable[PyTree],
+        num_steps: int,
+        callback: Callback | None = None,
+        progress: bool = True,
+        *,
+        func_state: PyTree = ...,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
+    ) -> StepResultWithFuncState: ...
 
     def fit(
         self,
@@ -589,56 +706,77 @@ class Optimizer:
         progress: bool = True,
         *,
         func_state: PyTree = None,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
-    ) -> Any:
-        """Do a number of steps, with a progress bar. Ctrl-C stops after the current step.
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
+    ) -> StepResult | StepResultWithFuncState:
+        """Perform `num_steps` steps, with a progress bar. Ctrl-C stops after the current step.
 
         Arguments:
             params: The parameters.
             state: The state of the optimizer.
-            rng: A random key.
-            data_iterator: Batches. If there are too few, training stops early, with a warning.
+            rng: A random key, from which the key of each step is derived.
+            data_iterator: An iterable of batches. If there are too few, training stops early, with
+                a warning.
             num_steps: The number of steps.
             callback: Called after each step as `callback(params, state, stats)`; its arguments are
                 valid until the next step only. Return a truthy value to stop. If it raises, the
                 latest result is attached to the exception as `error.reached`.
-            progress: Whether to show a bar with the loss, the damping and the time of a step.
+            progress: Whether to show a bar with the loss, the damping and the time per step.
             func_state: The state of the function, if it has one.
-            learning_rate: The learning rate of all steps, if it is not adaptive or scheduled.
-            momentum: The momentum of all steps, if it is not adaptive or scheduled.
-            damping: The damping of all steps, if it is not adaptive or scheduled.
+            learning_rate: The learning rate of all steps, if it is neither adaptive nor scheduled.
+            momentum: The momentum of all steps, if it is neither adaptive nor scheduled.
+            damping: The damping of all steps, if it is neither adaptive nor scheduled.
 
         Returns:
-            The named tuple of the last `step`; `stats` are empty if there was none.
+            The named tuple of the last `step`: `(params, state, stats)`, or
+            `(params, state, func_state, stats)` if the function has a state. `stats` is empty if
+            there was no step.
 
         Raises:
             TypeError: If the state is not one that `init` returned.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> rng = jax.random.key(0)
+            >>> state = optimizer.init(params, rng, batch)
+            >>> values = dict(learning_rate=0.5, momentum=0.5, damping=1e-3)
+            >>> batches = [batch] * 100
+            >>> fit = optimizer.fit(params, state, rng, batches, 5, progress=False, **values)
+            >>> int(fit.state.step_counter), bool(fit.stats["loss"] < 0.1)
+            (5, True)
         """
         _check_state(state)
         given = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
-        step: Any = lambda *args, **named: self.step(*args, **named, **given)
+
+        def step(*args: PyTree, **named: PyTree) -> StepResult | StepResultWithFuncState:
+            return self.step(*args, **named, **given)
+
         has_state = self._config.value_func_has_state
-        carried = (params, state, func_state)
-        return fit(step, carried, rng, data_iterator, num_steps, callback, progress, has_state)
+        start = step_result(params, state, func_state, {}, has_func_state=has_state)
+        return fit(step, start, rng, data_iterator, num_steps, callback, progress)
 
     def verify_args_and_get_step_counter(
         self,
-        step_counter: Any,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
+        step_counter: SupportsInt,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
         global_step_int: int | None = None,
     ) -> int:
-        """Check what `step` was given.
+        """Check the arguments of `step`, and return the number of steps so far.
 
         Arguments:
-            step_counter: The number of steps so far, by the state.
+            step_counter: The number of steps so far, according to the state.
             learning_rate: The learning rate that `step` was given, or None.
             momentum: The momentum that `step` was given, or None.
             damping: The damping that `step` was given, or None.
-            global_step_int: The index of the step, if the caller knows it.
+            global_step_int: The index of the step, if the caller gives it.
 
         Returns:
             The number of steps so far.
@@ -646,6 +784,14 @@ class Optimizer:
         Raises:
             ValueError: If a value is missing, or is given although it is scheduled or adaptive; or
                 if `global_step_int` differs from the number of steps of the state.
+
+        Examples:
+            >>> import curvax
+            >>> schedule = lambda step: 0.1 / (1 + step)
+            >>> options = dict(l2_reg=0.0, learning_rate_schedule=schedule)
+            >>> optimizer = curvax.Optimizer(lambda params, batch: (params, params), **options)
+            >>> optimizer.verify_args_and_get_step_counter(7, momentum=0.9, damping=1e-3)
+            7
         """
         self._check_given(
             {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
@@ -653,14 +799,36 @@ class Optimizer:
         return self._check_step(step_counter, global_step_int)
 
     def should_update_damping(self, state: OptimizerState) -> Array:
-        """Return whether the next step adapts the damping (if that is adaptive)."""
-        return jnp.asarray(is_damping_due(self._config, state.step_counter))
+        """Return whether the next step updates an adaptive damping.
+
+        Arguments:
+            state: The state of the optimizer.
+
+        Returns:
+            A boolean scalar: true in one of `damping_adaptation_interval` steps.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> state = optimizer.init(params, jax.random.key(0), batch)
+            >>> bool(optimizer.should_update_damping(state))
+            False
+            >>> from dataclasses import replace
+            >>> fifth = replace(state, step_counter=jnp.array(4))
+            >>> bool(optimizer.should_update_damping(fifth))
+            True
+        """
+        return is_damping_due(self._config, jnp.asarray(state.step_counter))
 
     def whole_state(self, state: OptimizerState) -> OptimizerState:
-        """Gather a state that is sharded (`shard_state=True`) into one that is not.
+        """Gather a sharded state (`shard_state=True`) on the host, as NumPy arrays.
 
-        It is on the host, as NumPy arrays: to be saved, to go on without `shard_state`, or, by
-        `split_state`, with another number of devices. Of several processes all must call it.
+        Use it to save a state, to continue without `shard_state`, or, by `split_state`, on another
+        number of devices. In a multi-process program all processes must call it.
 
         Arguments:
             state: A state for the same function, sharded over any number of devices, or gathered.
@@ -669,7 +837,21 @@ class Optimizer:
             The gathered state.
 
         Raises:
-            ValueError: If the optimizer was not used yet, or if the state is that of another model.
+            ValueError: If the function is not traced yet, or if the state is that of a different
+                model.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> options = dict(l2_reg=0.0, multi_device=True, shard_state=True)
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), **options)
+            >>> state = optimizer.init(params, jax.random.key(0), batch)
+            >>> gathered = optimizer.whole_state(state)
+            >>> gathered.estimator_state.blocks_states[0].inputs_factor.raw_value.shape
+            (4, 4)
         """
         check_alive(state)
         if is_traced(state):
@@ -681,46 +863,86 @@ class Optimizer:
         return replace(host, estimator_state=whole_state(self.estimator, host.estimator_state))
 
     def split_state(self, state: OptimizerState) -> OptimizerState:
-        """Arrange a state as this optimizer (with `shard_state=True`) shards it over its devices.
+        """Reshard a state for the devices of this optimizer, which has `shard_state=True`.
 
-        It is on the host, as what `whole_state` returns; `step` puts each shard on its device.
+        The result is on the host, as NumPy arrays; `step` puts each shard on its device. In a
+        multi-process program all processes must call it.
 
         Arguments:
             state: A state for the same function, sharded over any number of devices, or gathered.
 
         Returns:
-            The state for as many devices as the optimizer has.
+            The state, sharded over the devices of this optimizer.
 
         Raises:
-            ValueError: If the optimizer was not used yet or has no `shard_state`, if the state is
-                that of another model, or if its cache holds other inverses than this optimizer
+            ValueError: If the function is not traced yet or `shard_state=False`, if the state is
+                that of a different model, or if its cache holds other inverses than this optimizer
                 computes (`use_exact_inverses`).
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> options = dict(l2_reg=0.0, multi_device=True, shard_state=True)
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), **options)
+            >>> state = optimizer.init(params, jax.random.key(0), batch)
+            >>> gathered = optimizer.whole_state(state)
+            >>> resharded = optimizer.split_state(gathered)
+            >>> resharded.estimator_state.num_devices == jax.device_count()
+            True
         """
         estimator = self.estimator
         if not isinstance(estimator, ShardedCurvature):
             raise ValueError(
-                f"{where()}: split_state is for shard_state=True, but this optimizer goes on "
-                f"with a whole state: state = optimizer.whole_state(state)."
+                f"{where()}: split_state is for shard_state=True, but the state of this optimizer "
+                f"is replicated. Gather it instead: state = optimizer.whole_state(state)."
             )
-        whole = self.whole_state(state)
+        gathered = self.whole_state(state)
         cached = self._traced.preconditioner.cached_powers
-        split = split_state(estimator, whole.estimator_state, *cached)
-        return replace(whole, estimator_state=split)
+        sharded = split_state(estimator, gathered.estimator_state, *cached)
+        return replace(gathered, estimator_state=sharded)
 
     def compute_loss_value(self, func_args: Sequence[PyTree]) -> Array:
-        """Return the loss, for arguments of `value_and_grad_func`."""
+        """Compute the loss.
+
+        Arguments:
+            func_args: The arguments of `value_and_grad_func`, as one sequence.
+
+        Returns:
+            The loss, on several devices averaged over them.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> optimizer.compute_loss_value((params, batch))
+            Array(1., dtype=float32)
+        """
         core = self._trace(func_args)
         return self._compute("loss", lambda *args: core.loss(args), self._named(func_args))
 
     def compute_l2_quad_matrix(self, vectors: Sequence[PyTree]) -> Array:
-        """Return the matrix of `vᵢᵀ L2 vⱼ`, where L2 is the curvature of the regulariser.
+        """Compute the matrix of products `vᵢᵀ L2 vⱼ` with the curvature L2 of the regulariser.
 
         Arguments:
             vectors: Pytrees like the parameters.
 
         Returns:
-            A matrix: `l2_reg` times the inner products of the vectors, over all parameters that
-            are regularised.
+            The square matrix of inner products of the vectors, over all parameters that are
+            regularised, times `l2_reg`.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(jnp.sum), l2_reg=0.1)
+            >>> vectors = [{"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}]
+            >>> optimizer.compute_l2_quad_matrix(vectors).round(1)
+            Array([[0.3, 0.3],
+                   [0.3, 0.5]], dtype=float32)
         """
         return l2_matrix(self._config, vectors)
 
@@ -729,19 +951,37 @@ class Optimizer:
         vectors: Sequence[PyTree],
         grads: PyTree,
         func_args: Sequence[PyTree] | None = None,
-    ) -> tuple[Array, Array, Array]:
-        """Return the quadratic model of the loss with its exact curvature C, in a subspace.
+    ) -> QuadraticModel:
+        """Compute the quadratic model of the loss in a subspace, with the exact curvature C.
+
+        The model predicts that an update `w₁ v₁ + w₂ v₂ + …` of the parameters changes the loss by
+        `½ wᵀ (A + damping · D) w + bᵀ w`.
 
         Arguments:
             vectors: Pytrees like the parameters, which span the subspace.
             grads: The gradient of the loss.
-            func_args: The arguments of `value_and_grad_func`.
+            func_args: The arguments of `value_and_grad_func`, as one sequence. They are required.
 
         Returns:
-            The matrices of `vᵢᵀ (C + L2) vⱼ` and `vᵢᵀ vⱼ`, and the vector of `vᵢᵀ grads`.
+            A named tuple `(curvature, identity, gradient)` of the matrix A of products
+            `vᵢᵀ (C + L2) vⱼ`, with the curvature L2 of the regulariser, the matrix D of products
+            `vᵢᵀ vⱼ`, and the vector b of products `vᵢᵀ grads`.
 
         Raises:
             ValueError: If there are no `func_args`.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> gradient = jax.grad(loss)(params, batch)
+            >>> args = (params, batch)
+            >>> model = optimizer.compute_exact_quad_model([gradient], gradient, func_args=args)
+            >>> model.curvature.round(3), model.gradient  # C is half the identity.
+            (Array([[0.5]], dtype=float32), Array([1.], dtype=float32))
         """
         if func_args is None:
             raise ValueError(
@@ -749,14 +989,18 @@ class Optimizer:
                 f"value_and_grad_func: the exact curvature depends on them."
             )
         core = self._trace(func_args)
-        model = lambda vectors, grads, *args: tuple(core.exact_model(vectors, grads, args))
+        model = lambda vectors, grads, *args: core.exact_model(vectors, grads, args)
         args = {"vectors": list(vectors), "grads": grads, **self._named(func_args)}
         return self._compute("exact model", model, args)
 
     def compute_approx_quad_model(
         self, state: OptimizerState, vectors: Sequence[PyTree], grads: PyTree
-    ) -> tuple[Array, Array, Array]:
-        """Return the quadratic model of the loss with the curvature that a state estimates.
+    ) -> QuadraticModel:
+        """Compute the quadratic model of the loss in a subspace, with the estimated curvature C.
+
+        Equal to `compute_exact_quad_model`, except that the curvature is that of the state: the
+        model predicts that an update `w₁ v₁ + w₂ v₂ + …` of the parameters changes the loss by
+        `½ wᵀ (A + damping · D) w + bᵀ w`.
 
         Arguments:
             state: The state of the optimizer.
@@ -764,19 +1008,37 @@ class Optimizer:
             grads: The gradient of the loss.
 
         Returns:
-            The matrices of `vᵢᵀ (C + L2) vⱼ` and `vᵢᵀ vⱼ`, and the vector of `vᵢᵀ grads`.
+            A named tuple `(curvature, identity, gradient)` of the matrix A of products
+            `vᵢᵀ (C + L2) vⱼ`, with the curvature L2 of the regulariser, the matrix D of products
+            `vᵢᵀ vⱼ`, and the vector b of products `vᵢᵀ grads`.
+
+        Raises:
+            ValueError: If the function is not traced yet.
+
+        Examples:
+            >>> import curvax, jax, jax.numpy as jnp
+            >>> def loss(w, batch):
+            ...     x, y = batch
+            ...     return jnp.mean((curvax.register_squared_error_loss(x @ w, y) - y) ** 2)
+            >>> batch, params = (jnp.eye(4), jnp.ones((4, 1))), jnp.zeros((4, 1))
+            >>> optimizer = curvax.Optimizer(jax.value_and_grad(loss), l2_reg=0.0)
+            >>> rng = jax.random.key(0)
+            >>> state = optimizer.init(params, rng, batch)
+            >>> state, _ = optimizer.burnin(1, params, state, rng, [batch])
+            >>> gradient = jax.grad(loss)(params, batch)
+            >>> model = optimizer.compute_approx_quad_model(state, [gradient], gradient)
+            >>> model.curvature.shape, model.gradient
+            ((1, 1), Array([1.], dtype=float32))
         """
-        core = self._traced
-        model = lambda *args: tuple(core.approx_model(*args))
         args = {"state": state, "vectors": list(vectors), "grads": grads}
-        return self._compute("approximate model", model, args)
+        return self._compute("approximate model", self._traced.approx_model, args)
 
     def _trace(self, func_args: Sequence[PyTree]) -> KFAC:
-        """Return the pure functions for arguments of this kind; trace if that was not done yet."""
+        """Return the pure functions for arguments of this kind; trace the function once."""
         if self._core is None:
             axis = self._config.axis_name
             if axis is not None and not _jax.is_bound(axis):
-                func_args = without_places(func_args)
+                func_args = without_shardings(func_args)
             self._core = self._build(self._config, self._function, func_args)
         return self._core
 
@@ -801,16 +1063,16 @@ class Optimizer:
     def _checked_core(
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> KFAC:
-        """Return the pure functions, after checking that the state is sharded as they expect."""
+        """Return the pure functions, and check that the state is sharded as they expect."""
         _check_state(state)
         core = self.finalize(params, rng, batch, func_state)
         _check_sharding(core.preconditioner.estimator, state.estimator_state)
         return core
 
-    def _within_budget(self, args: Mapping[str, Any]) -> tuple[str, KFAC]:
+    def _within_budget(self, args: Mapping[str, PyTree]) -> tuple[str, KFAC]:
         """Return the name of the program of a step, and its pure functions.
 
-        With a memory budget, on one device, their microbatches are so small that all of it fits.
+        With a memory budget, on one device, their microbatches are such that the step fits.
         """
         config = self._config
         if config.memory_budget is None or config.debug or config.axis_name is not None:
@@ -818,7 +1080,7 @@ class Optimizer:
         names = ("params", "func_state", "rng", "batch")
         func_args = self._function.arguments(*(args[name] for name in names))
 
-        def build(sizes: Mapping[str, Any]) -> KFAC:
+        def build(sizes: MicrobatchSizes) -> KFAC:
             function = replace(self._function, **sizes)
             return self._build(replace(config, **sizes), function, func_args)
 
@@ -827,32 +1089,32 @@ class Optimizer:
         )
         return name, self._core
 
-    def _compute(self, name: str, fun: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-        """Run a function, on several devices if there are."""
+    def _compute(self, name: str, fun: Callable[..., T], args: Mapping[str, PyTree]) -> T:
+        """Return `fun(*args.values())`, with the batch sharded if there are several devices."""
         if self._config.axis_name is None:
             return fun(*args.values())
         if is_traced(args):
-            return self._programs.inside(fun, args)
+            return self._programs.run_traced(fun, args)
         return self._programs.run(name, fun, args)
 
     def _named(self, func_args: Sequence[PyTree]) -> dict[str, PyTree]:
-        """Return arguments of the function by name."""
+        """Return the arguments of the function by name."""
         return dict(zip(self._function.names, func_args, strict=True))
 
     def _processed(self, batch: PyTree) -> PyTree:
         process = self._config.batch_process_func
         return batch if process is None else process(batch)
 
-    def _step_counter(self, state: OptimizerState) -> Any:
-        """Return the number of steps, without a wait if the last step returned the state."""
+    def _step_counter(self, state: OptimizerState) -> SupportsInt:
+        """Return the number of steps, without blocking if the state is that of the last step."""
         array, count = self._counted
         return count if state.step_counter is array else state.step_counter
 
-    def _check_given(self, given: Mapping[str, Any]) -> None:
+    def _check_given(self, given: Mapping[str, ArrayLike | None]) -> None:
         for name, value in given.items():
             check_given(name, getattr(self._config, name), value)
 
-    def _check_step(self, step_counter: Any, global_step_int: int | None) -> int:
+    def _check_step(self, step_counter: SupportsInt, global_step_int: int | None) -> int:
         count = int(step_counter)
         if global_step_int is not None and global_step_int != count:
             raise ValueError(
@@ -871,25 +1133,25 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_sharding(estimator: BlockDiagonalCurvature, state: Any) -> None:
-    """Check that an estimator's state is sharded as the estimator expects it, or replicated."""
-    found = num_shards(state)
+def _check_sharding(estimator: BlockDiagonalCurvature, state: EstimatorState) -> None:
+    """Check that the state is sharded over the estimator's devices if and only if that shards."""
+    count = num_shards(state)
     if not isinstance(estimator, ShardedCurvature):
-        if found is not None:
+        if count is not None:
             raise ValueError(
-                f"{where()}: the state was made with shard_state=True, and is sharded over {found} "
-                f"devices. Say shard_state=True here, too, or gather it: "
+                f"{where()}: the state was made with shard_state=True, and is sharded over {count} "
+                f"devices. Set shard_state=True here, too, or gather it: "
                 f"state = optimizer.whole_state(state)."
             )
         return
-    if found is None:
+    if count is None:
         raise ValueError(
             f"{where()}: the state was made without shard_state=True, and is replicated. "
             f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."
         )
-    if found != estimator.num_devices:
+    if count != estimator.num_devices:
         raise ValueError(
-            f"{where()}: the state is sharded over {found} devices, but here are "
-            f"{estimator.num_devices}. Shard it again: state = optimizer.split_state(state)."
+            f"{where()}: the state is sharded over {count} devices, but here are "
+            f"{estimator.num_devices}. Reshard it: state = optimizer.split_state(state)."
         )
     check_rows(estimator, state)

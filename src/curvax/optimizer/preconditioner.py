@@ -1,24 +1,34 @@
-"""The preconditioner: an estimate of curvature, when it is updated, and its inverse."""
+"""The preconditioner of K-FAC: a curvature estimate, its update schedule, and its inverse.
+
+The estimate is an exponential moving average of a block-diagonal Fisher or Gauss-Newton matrix, as
+in Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
+curvature". Estimate and inverses are updated each with a period of their own.
+"""
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax._cpu import run_if
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature
+from curvax.curvature.blocks.base import Powers
+from curvax.curvature.estimator import IdentityWeight
 from curvax.curvature.state_sharding import ShardedCurvature
 from curvax.devices.task_assignment import assign
 from curvax.optimizer.config import PreconditionerConfig
-from curvax.optimizer.state import combined, inner_products, number_type
+from curvax.optimizer.state import inner_products, linear_combination, scalar_dtype
+
+EstimatorState: TypeAlias = BlockDiagonalCurvature.State
 
 
-def is_due(step: Any, period: int, phase: int = 0) -> Any:
+def is_due(step: Array, period: int, phase: int = 0) -> Array | bool:
     """Return whether a step is in this phase of a period."""
     return period == 1 or step % period == phase
 
@@ -31,12 +41,12 @@ def l2_product(config: PreconditionerConfig, vector: PyTree) -> PyTree:
     keep = lambda path, x: (
         x if _is_regularised(config, jax.tree_util.keystr(path)) else jnp.zeros_like(x)
     )
-    weight = jnp.asarray(config.l2_reg, number_type(vector))
-    return combined([weight], [jax.tree_util.tree_map_with_path(keep, vector)])
+    weight = jnp.asarray(config.l2_reg, scalar_dtype(vector))
+    return linear_combination([weight], [jax.tree_util.tree_map_with_path(keep, vector)])
 
 
 def l2_matrix(config: PreconditionerConfig, vectors: Sequence[PyTree]) -> Array:
-    """Return the matrix of `vᵢᵀ L2 vⱼ`."""
+    """Return the matrix of products `vᵢᵀ L2 vⱼ`."""
     return inner_products(vectors, [l2_product(config, v) for v in vectors])
 
 
@@ -50,9 +60,9 @@ class Preconditioner:
     """`(C + damping + L2) ** power`, as pure functions of the state of an estimator of C.
 
     Attributes:
-        config: the options.
-        estimator: the curvature estimator, of a function that was traced.
-        axis: the name of the mesh axis along which batches are sharded, if there is one.
+        config: The options.
+        estimator: The curvature estimator of a traced function.
+        axis: The name of the mesh axis along which batches are sharded; None on one device.
     """
 
     config: PreconditionerConfig
@@ -68,14 +78,14 @@ class Preconditioner:
         axis: str | None = None,
         num_shards: int | None = None,
     ) -> "Preconditioner":
-        """Trace a function that registers losses; the last of its arguments is the batch.
+        """Trace a function that registers losses, and whose last argument is the batch.
 
-        `num_shards` is the number of devices over which the state is sharded; None to replicate it.
+        `num_shards` is the number of devices over which to shard the state; None to replicate it.
         """
-        kind: Any = BlockDiagonalCurvature
+        make: Callable[..., BlockDiagonalCurvature] = BlockDiagonalCurvature
         if num_shards is not None:
-            kind = functools.partial(ShardedCurvature, num_devices=num_shards, axis_name=axis)
-        estimator = kind(
+            make = functools.partial(ShardedCurvature, num_devices=num_shards, axis_name=axis)
+        estimator = make(
             func,
             0,
             config.estimation_mode,
@@ -94,22 +104,25 @@ class Preconditioner:
         return cls(config, estimator, axis)
 
     @property
-    def cached_powers(self) -> tuple[Any, Any]:
+    def cached_powers(self) -> tuple[Powers, Powers]:
         """The exact and the approximate power that the cache holds, one of which is None."""
         power = self.config.precon_power
         return (power, None) if self.config.use_exact_inverses else (None, power)
 
-    def init(self, rng: Array, func_args: Sequence[PyTree]) -> Any:
+    def init(self, rng: Array, func_args: Sequence[PyTree]) -> EstimatorState:
         """Return the state before the first step."""
         return self.estimator.init(rng, func_args, *self.cached_powers)
 
     def update_curvature(
-        self, state: Any, func_args: Sequence[PyTree], rng: Array, is_finite: Any = True
-    ) -> Any:
-        """Update the moving averages by the curvature of a batch.
+        self,
+        state: EstimatorState,
+        func_args: Sequence[PyTree],
+        rng: Array,
+        is_finite: Array | bool = True,
+    ) -> EstimatorState:
+        """Update the moving averages with the curvature of a batch.
 
-        A batch that is not finite is skipped by the weights (1, 0); this avoids a select over the
-        whole state.
+        Skip a non-finite batch by the weights (1, 0); this avoids a select over the whole state.
         """
         old = jnp.where(is_finite, self.config.curvature_ema, 1.0)
         new = jnp.where(is_finite, 1.0, 0.0)
@@ -120,27 +133,29 @@ class Preconditioner:
 
     def update_curvature_if_due(
         self,
-        state: Any,
-        step: Any,
-        is_stale: Any,
+        state: EstimatorState,
+        step: Array,
+        is_stale: Array,
         func_args: Sequence[PyTree],
         rng: Array,
-        is_finite: Any,
-    ) -> Any:
-        """Equal to `update_curvature` in steps that do this or if the state is stale."""
+        is_finite: Array,
+    ) -> EstimatorState:
+        """Equal to `update_curvature` if the step is due or the state stale, else the identity."""
         due = is_due(step, self.config.curvature_update_period)
         update = lambda state: self.update_curvature(state, func_args, rng, is_finite)
         return run_if(_either(due, is_stale), update, state)
 
-    def update_inverses_if_due(self, state: Any, step: Any, is_stale: Any, damping: Any) -> Any:
-        """Compute the inverses again, in steps that do this or if the state is stale.
+    def update_inverses_if_due(
+        self, state: EstimatorState, step: Array, is_stale: Array, damping: Array
+    ) -> EstimatorState:
+        """Update the inverses if the step is due or the state stale.
 
-        With `stagger_inverses` each phase of a period computes those of some of the blocks.
+        With `stagger_inverses`, each phase of a period updates the inverses of some of the blocks.
         """
         weights = self.weights(damping)
         period = self.config.inverse_update_period
 
-        def update(blocks: Sequence[int] | None, state: Any) -> Any:
+        def update(blocks: Sequence[int] | None, state: EstimatorState) -> EstimatorState:
             return self.estimator.update_cache(
                 state, weights, *self.cached_powers, False, self.axis, blocks=blocks
             )
@@ -151,13 +166,13 @@ class Preconditioner:
         blocks = self.estimator.blocks or ()
         phases = assign([block.cache_work for block in blocks], period)
         for phase in range(period):
-            indices = [index for index, own in enumerate(phases) if own == phase]
+            indices = [index for index, assigned in enumerate(phases) if assigned == phase]
             if indices:
                 due = _either(is_due(step, period, phase), is_stale)
                 state = run_if(due, functools.partial(update, indices), state)
         return state
 
-    def apply(self, state: Any, gradient: PyTree, damping: Any) -> PyTree:
+    def apply(self, state: EstimatorState, gradient: PyTree, damping: Array) -> PyTree:
         """Return the preconditioned gradient, by the inverses in the cache."""
         return self.estimator.multiply_matpower(
             state,
@@ -169,16 +184,16 @@ class Preconditioner:
             self.axis,
         )
 
-    def multiply(self, state: Any, vector: PyTree) -> PyTree:
-        """Return the estimated curvature, with that of the regulariser, times a vector."""
+    def multiply(self, state: EstimatorState, vector: PyTree) -> PyTree:
+        """Return `(C + L2) @ vector` for the estimated curvature C."""
         product = self.estimator.multiply(state, vector, 0.0, True, False, self.axis)
-        one = jnp.ones((), number_type(vector))
-        return combined([one, one], [product, l2_product(self.config, vector)])
+        one = jnp.ones((), scalar_dtype(vector))
+        return linear_combination([one, one], [product, l2_product(self.config, vector)])
 
-    def weights(self, damping: Any) -> Any:
-        """Return what is added to the diagonal of each block.
+    def weights(self, damping: ArrayLike) -> IdentityWeight:
+        """Return the multiple of the identity that is added to each block.
 
-        The regulariser counts for all parameters of a block if some of them have it.
+        The regulariser counts for all parameters of a block if it applies to any of them.
         """
         with_l2 = damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
         if not self.config.regularized_parameters_path_exclusions:
@@ -189,5 +204,5 @@ class Preconditioner:
         ]
 
 
-def _either(due: Any, is_stale: Any) -> Any:
+def _either(due: Array | bool, is_stale: Array) -> Array | bool:
     return due if due is True else due | is_stale

@@ -1,29 +1,30 @@
-"""Compiled programs of the pure functions, with donated buffers and within a memory budget."""
+"""Compiled programs of the optimizer's pure functions: donation of buffers, memory budgets."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import where
-from curvax._types import PyTree
+from curvax._types import Fun, PyTree
 from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import recorded_plans
 from curvax.memory.usage import MemoryUsage
+from curvax.optimizer.config import MicrobatchSizes
 from curvax.optimizer.data_parallel import DataParallel
 from curvax.optimizer.step import KFAC
 
 
 class Programs:
-    """Runs functions, compiled when they are first run, or as they are.
+    """A cache of compiled functions by name, each of which is compiled when it is first run.
 
     Arguments:
-        is_compiled: Whether to compile them.
-        is_donating: Whether to donate the buffers of arguments that are to be replaced.
+        is_compiled: Whether to compile functions; if False, they run op by op.
+        is_donating: Whether to donate the buffers of arguments that results replace.
         devices: The devices over which batches are sharded; None for one device.
-        has_budget: Whether to compile them so that their memory analysis is exact.
+        has_budget: Whether to compile with options that make the memory analysis exact.
     """
 
     def __init__(
@@ -31,21 +32,26 @@ class Programs:
     ) -> None:
         self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
         self._has_budget = has_budget
-        self._known: dict[Any, Any] = {}
-        self._fitting: dict[Any, tuple[str, KFAC]] = {}
+        self._known: dict[Hashable, jax.stages.Wrapped] = {}
+        self._fitting: dict[Hashable, tuple[str, KFAC]] = {}
 
     def run(
         self,
         name: str,
-        fun: Callable[..., Any],
-        args: Mapping[str, Any],
+        fun: Fun,
+        args: Mapping[str, PyTree],
         replaced: Sequence[str] = (),
-        results: Any = None,
-    ) -> Any:
-        """Return `fun(*args.values())`, where some arguments are replaced by the result.
+        results: PyTree = None,
+    ) -> PyTree:
+        """Return `fun(*args.values())`.
 
-        On several devices the argument called "batch" is sharded. `results` has the structure of
-        the result, with the name of the argument whose sharding it gets, or None, for leaves.
+        Arguments:
+            name: The name under which the compiled function is cached.
+            fun: The function.
+            args: Its arguments by name. On several devices the one called "batch" is sharded.
+            replaced: Names of the arguments that results replace, and whose buffers are donated.
+            results: A pytree prefix of the result. Each leaf is the name of the argument whose
+                sharding the result gets, or None for a replicated result.
         """
         if not self._is_compiled:
             return fun(*args.values())
@@ -56,63 +62,63 @@ class Programs:
 
     def within_budget(
         self,
-        build: Callable[["Sizes"], KFAC],
-        args: Mapping[str, Any],
+        build: Callable[[MicrobatchSizes], KFAC],
+        args: Mapping[str, PyTree],
         replaced: Sequence[str],
         memory_budget: int | float | str,
     ) -> tuple[str, KFAC]:
-        """Return the name of the program of a step that fits a memory budget, on one device.
+        """Return a step that fits a memory budget on one device: its program's name, and K-FAC.
 
-        `build` returns K-FAC with given bounds on microbatches; the one that fits is returned, too.
+        `build` returns K-FAC for given bounds on microbatches.
         """
         leaves, structure = jax.tree.flatten(args)
         key = structure, _jax.call_key(leaves)
         if key not in self._fitting:
-            number, budget = len(self._fitting), parse_memory(memory_budget)
-            self._fitting[key] = self._fit(number, build, args, replaced, budget)
+            prefix, budget = f"step {len(self._fitting)}", parse_memory(memory_budget)
+            self._fitting[key] = self._fit(prefix, build, args, replaced, budget)
         return self._fitting[key]
 
     def _fit(
         self,
-        number: int,
-        build: Callable[["Sizes"], KFAC],
-        args: Mapping[str, Any],
+        prefix: str,
+        build: Callable[[MicrobatchSizes], KFAC],
+        args: Mapping[str, PyTree],
         replaced: Sequence[str],
         budget: int,
     ) -> tuple[str, KFAC]:
-        tried: dict[Any, tuple[str, KFAC]] = {}
+        tried: dict[Hashable, tuple[str, KFAC]] = {}
 
-        def needs(sizes: Sizes) -> int:
-            kfac, name = build(sizes), f"step {number}.{len(tried)}"
+        def needs(sizes: MicrobatchSizes) -> int:
+            kfac, name = build(sizes), f"{prefix}.{len(tried)}"
             tried[tuple(sizes.values())] = name, kfac
             program, placed = self._program(name, kfac.step, args, replaced, None)
             return MemoryUsage.of(program.lower(*placed.values()).compile()).added_bytes
 
-        # The gradient exists while all else is computed; so does the old state if not donated.
-        kept = args["params"], () if self._is_donating else args["state"]
-        left = budget - sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(kept))
-        found = tuple(sizes_within(budget, left, needs).values())
+        # The gradient is live throughout the step; so is the old state unless it is donated.
+        live = args["params"], () if self._is_donating else args["state"]
+        left = budget - sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(live))
+        chosen = tuple(sizes_within(budget, left, needs).values())
         for sizes, (name, _) in tried.items():
-            if sizes != found:
+            if sizes != chosen:
                 self._known.pop(name, None)
-        return tried[found]
+        return tried[chosen]
 
     def _program(
         self,
         name: str,
-        fun: Callable[..., Any],
-        args: Mapping[str, Any],
+        fun: Fun,
+        args: Mapping[str, PyTree],
         replaced: Sequence[str],
-        results: Any,
-    ) -> tuple[Any, Mapping[str, Any]]:
-        """Return the program of this name, and its arguments as it takes them."""
+        results: PyTree,
+    ) -> tuple[jax.stages.Wrapped, Mapping[str, PyTree]]:
+        """Return the compiled function of this name, and the arguments to call it with."""
         names = list(args)
         donated = tuple(k for k, x in enumerate(names) if x in replaced and self._is_donating)
-        given = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
-        args = dict(zip(names, _without_aliases(given, donated), strict=True))
-        key: Any = name
+        strong = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
+        args = dict(zip(names, _without_aliases(strong, donated), strict=True))
+        key: Hashable = name
         mapped, options = fun, {}
-        account = _jax.true_account(jax.default_backend()) if self._has_budget else None
+        exact_analysis = _jax.true_account(jax.default_backend()) if self._has_budget else None
         if self._devices is not None:
             args = self._devices.placed(name, args)
             options["out_shardings"] = self._devices.shardings(results, args)
@@ -121,33 +127,33 @@ class Programs:
             mapped = self._devices.shard_map(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(
-                mapped, donate_argnums=donated, compiler_options=account, **options
+                mapped, donate_argnums=donated, compiler_options=exact_analysis, **options
             )
         return self._known[key], args
 
-    def check(self, args: Mapping[str, Any]) -> None:
-        """Check arguments before any program is made for them."""
+    def check(self, args: Mapping[str, PyTree]) -> None:
+        """Check arguments before any program is compiled for them."""
         if self._devices is not None:
-            self._devices.check_plain(args)
+            self._devices.check_not_stacked(args)
 
-    def inside(self, fun: Callable[..., Any], args: Mapping[str, Any], results: Any = None) -> Any:
-        """Equal to `run`, inside a function that is traced."""
+    def run_traced(self, fun: Fun, args: Mapping[str, PyTree], results: PyTree = None) -> PyTree:
+        """Equal to `run`, except that the caller is traced, so that nothing is compiled here."""
         if self._devices is None or not self._is_compiled:
             return fun(*args.values())
-        return self._devices.inside(fun, args, results)
+        return self._devices.run_traced(fun, args, results)
 
 
-def _strong(leaf: Any) -> Any:
+def _strong(leaf: ArrayLike) -> ArrayLike:
     """Return a leaf without a weak type.
 
-    What replaces it has none, and the next call would compile another program for that.
+    Its replacement has none, for which the next call would compile another program.
     """
     is_weak = isinstance(leaf, float) or getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, jnp.result_type(leaf)) if is_weak else leaf
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Return whether a leaf is a tracer."""
+    """Return whether any leaf is a tracer."""
     return any(map(_jax.is_tracer, jax.tree.leaves(tree)))
 
 
@@ -156,22 +162,22 @@ def check_alive(tree: PyTree) -> None:
     leaves = jax.tree.leaves(tree)
     if any(isinstance(x, jax.Array) and not _jax.is_tracer(x) and x.is_deleted() for x in leaves):
         raise ValueError(
-            f"{where()}: params or state were given to a step before, which took over their "
-            f"buffers. Go on with what that step returned; or say donate_buffers=False."
+            f"{where()}: params or state were given to an earlier step, which took over their "
+            f"buffers. Continue with what that step returned, or set donate_buffers=False."
         )
 
 
-def _without_aliases(args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
-    """Copy arrays that are there twice: a buffer can be donated only once."""
+def _without_aliases(args: Sequence[PyTree], donated: Sequence[int]) -> list[PyTree]:
+    """Copy arrays that occur twice: a buffer can be donated only once."""
     seen = {id(x) for k, arg in enumerate(args) if k not in donated for x in jax.tree.leaves(arg)}
 
-    def own(leaf: Any) -> Any:
+    def copy_if_seen(leaf: ArrayLike) -> ArrayLike:
         if id(leaf) in seen:
             return jnp.array(leaf)
         seen.add(id(leaf))
         return leaf
 
-    return [jax.tree.map(own, arg) if k in donated else arg for k, arg in enumerate(args)]
+    return [jax.tree.map(copy_if_seen, arg) if k in donated else arg for k, arg in enumerate(args)]
 
 
 ATTEMPTS = 3
@@ -184,25 +190,28 @@ ADVICE = (
     "devices."
 )
 
-Sizes = Mapping[str, Any]
 
+def sizes_within(
+    budget: int, left: int, needs: Callable[[MicrobatchSizes], int]
+) -> MicrobatchSizes:
+    """Return bounds on microbatches with which a step of the optimizer stays within the budget.
 
-def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int]) -> Sizes:
-    """Return the options with which a step of an optimizer stays within the budget.
+    Gradient, statistics and exact products each plan their microbatches within a budget of their
+    own. A step needs more: gradient and statistics are live at the same time, and there are
+    inverses and the state. How much more is known only after compilation. So the step is compiled
+    with all of `left` as the budget of its parts. If it exceeds `budget`, that of the parts is
+    reduced by the excess.
 
-    `left` is the most of it that the parts can have; `needs` compiles the step with some options
-    and returns the number of bytes that a call adds.
-
-    Gradient, statistics and exact products plan their microbatches themselves, each within its own
-    budget. A step holds more: gradient and statistics at the same time, inverses, the state. How
-    much more is known once it is compiled. So it is compiled with all that is left for its parts,
-    and only if it needs too much are the parts given less, by as much.
+    Arguments:
+        budget: Bytes that the step may add.
+        left: Bytes that are available to the parts at most.
+        needs: Compiles the step with given bounds, and returns the bytes that a call adds.
     """
-    known: dict[int, int] = {}
+    too_large: dict[int, int] = {}
     for _ in range(ATTEMPTS):
         if left < 1:
             break
-        sizes = {"microbatch_size": None, "memory_budget": left}
+        sizes: MicrobatchSizes = {"microbatch_size": None, "memory_budget": left}
         try:
             with recorded_plans() as plans:
                 needed = needs(sizes)
@@ -210,23 +219,23 @@ def sizes_within(budget: int, left: int, needs: Callable[[Sizes], int]) -> Sizes
             break
         if needed <= budget:
             return sizes
-        known[min((plan.batch_size for plan in plans), default=1)] = needed
+        too_large[min((plan.batch_size for plan in plans), default=1)] = needed
         left -= needed - budget + budget // 100
-    one = {"microbatch_size": 1, "memory_budget": None}
+    one: MicrobatchSizes = {"microbatch_size": 1, "memory_budget": None}
     least = needs(one)
     if least > budget:
         raise MemoryBudgetError(budget, least, where(), ADVICE)
-    size = _between(least, known, budget)
-    some = {"microbatch_size": size, "memory_budget": None}
+    size = _interpolated_size(least, too_large, budget)
+    some: MicrobatchSizes = {"microbatch_size": size, "memory_budget": None}
     return some if size > 1 and needs(some) <= budget else one
 
 
-def _between(least: int, known: Mapping[int, int], budget: int) -> int:
+def _interpolated_size(least: int, too_large: Mapping[int, int], budget: int) -> int:
     """Interpolate linearly between one example and the smallest size that is too large."""
-    if not known:
+    if not too_large:
         return 1
-    size = min(known)
-    if size == 1 or known[size] <= least:
+    size = min(too_large)
+    if size == 1 or too_large[size] <= least:
         return 1
-    fraction = (budget - least) / (known[size] - least)
+    fraction = (budget - least) / (too_large[size] - least)
     return int(1 + 0.95 * fraction * (size - 1))

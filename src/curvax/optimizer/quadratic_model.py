@@ -1,37 +1,49 @@
-"""A quadratic model of the loss, in the span of a few vectors, and its minimum.
+"""A quadratic model of the loss in the span of a few vectors, and its minimum.
 
 For an update `w₁ v₁ + w₂ v₂ + …` with coefficients `w`, the model predicts that the loss changes by
 
     ½ wᵀ (A + damping · D) w + bᵀ w,
 
-where `A = Vᵀ (C + L2) V` for the curvature C, `D = Vᵀ V` and `b = Vᵀ g` for the gradient g.
+where `A = Vᵀ (C + L2) V` for the curvature C, `D = Vᵀ V` and `b = Vᵀ g` for the gradient g. Its
+minimum over learning rate and momentum is section 7 of Martens & Grosse (2015), "Optimizing neural
+networks with Kronecker-factored approximate curvature".
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax._types import Array
 
 
 class QuadraticModel(NamedTuple):
-    """The three parts of the model: A, D and b; see the module."""
+    """The matrices A and D and the vector b of a quadratic model of the loss.
+
+    The predicted change of the loss is `½ wᵀ (A + damping · D) w + bᵀ w`.
+
+    Attributes:
+        curvature: The matrix A of products `vᵢᵀ (C + L2) vⱼ`, with the curvature C of the loss and
+            that of the regulariser.
+        identity: The matrix D of inner products `vᵢᵀ vⱼ`.
+        gradient: The vector b of inner products `vᵢᵀ g`.
+    """
 
     curvature: Array
     identity: Array
     gradient: Array
 
-    def change(self, coefficients: Sequence[Any], damping: Any) -> Array:
+    def change(self, coefficients: Sequence[ArrayLike], damping: ArrayLike) -> Array:
         """Return the predicted change of the loss."""
         w = jnp.stack([jnp.asarray(c, self.gradient.dtype) for c in coefficients])
         return w @ (self._matrix(damping) @ w) / 2 + self.gradient @ w
 
-    def minimiser(self, damping: Any, fixed: Sequence[Any]) -> list[Array]:
-        """Return the coefficients of the minimum; of the at most two, some may be fixed.
+    def minimiser(self, damping: ArrayLike, fixed: Sequence[ArrayLike | None]) -> list[Array]:
+        """Return the coefficients that minimise the model; those that are not None are fixed.
 
-        Directions along which the model is flat to rounding, because a vector is zero or linearly
-        dependent on the others, get a coefficient of zero.
+        At most two coefficients may be free. A direction along which the model is flat to rounding,
+        because a vector is zero or linearly dependent on the others, gets a coefficient of zero.
         """
         matrix, b = self._matrix(damping), self.gradient
         known = [None if c is None else jnp.asarray(c, b.dtype) for c in fixed]
@@ -40,23 +52,24 @@ class QuadraticModel(NamedTuple):
         for k, c in enumerate(known):
             if c is not None:
                 slope = [s + matrix[j, k] * c for j, s in enumerate(slope)]
-        found: dict[int, Array] = {}
+        solved: dict[int, Array] = {}
         if len(free) == 1:
             (k,) = free
-            found[k] = _quotient(-slope[k], matrix[k, k], matrix[k, k])
+            solved[k] = _quotient(-slope[k], matrix[k, k], matrix[k, k])
         elif free:
+            # Gaussian elimination of the first coefficient; `rest` is the Schur complement.
             p, v = free
-            share = _quotient(matrix[p, v], matrix[p, p], matrix[p, p])
-            rest = matrix[v, v] - share * matrix[p, v]
-            found[v] = _quotient(share * slope[p] - slope[v], rest, matrix[v, v])
-            found[p] = _quotient(-slope[p] - matrix[p, v] * found[v], matrix[p, p], matrix[p, p])
-        return [found[k] if c is None else c for k, c in enumerate(known)]
+            ratio = _quotient(matrix[p, v], matrix[p, p], matrix[p, p])
+            rest = matrix[v, v] - ratio * matrix[p, v]
+            solved[v] = _quotient(ratio * slope[p] - slope[v], rest, matrix[v, v])
+            solved[p] = _quotient(-slope[p] - matrix[p, v] * solved[v], matrix[p, p], matrix[p, p])
+        return [solved[k] if c is None else c for k, c in enumerate(known)]
 
-    def _matrix(self, damping: Any) -> Array:
+    def _matrix(self, damping: ArrayLike) -> Array:
         return self.curvature + jnp.asarray(damping, self.identity.dtype) * self.identity
 
 
 def _quotient(numerator: Array, pivot: Array, scale: Array) -> Array:
-    """Return the quotient, or zero where the pivot is zero to rounding."""
-    told = pivot > 10 * jnp.finfo(pivot.dtype).eps * scale
-    return jnp.where(told, numerator / jnp.where(told, pivot, 1), 0)
+    """Return the quotient, or zero where the pivot is zero to rounding relative to `scale`."""
+    is_nonzero = pivot > 10 * jnp.finfo(pivot.dtype).eps * scale
+    return jnp.where(is_nonzero, numerator / jnp.where(is_nonzero, pivot, 1), 0)

@@ -1,23 +1,26 @@
 """K-FAC as pure functions of a configuration: the initial state, burn-in, and one step.
 
-With the gradient g and the estimate C of the curvature, the preconditioned gradient is
-`p = (C + damping + L2)⁻¹ g` (Martens & Grosse 2015). The update is `w₁ p + w₂ v`, where v is the
-last update. The coefficients are minus the learning rate, and the momentum; where these are
-adaptive, they minimise a quadratic model of the loss with the exact curvature. How well such a
-model predicts the loss decides about an adaptive damping.
+The method is that of Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored
+approximate curvature". With the gradient g and the estimated curvature C, the preconditioned
+gradient is `p = (C + damping + L2)⁻¹ g`. The update is `w₁ p + w₂ v`, where v is the last update.
+The coefficients are minus the learning rate, and the momentum; adaptive ones minimise a quadratic
+model of the loss with the exact curvature (section 7 of the paper). How well such a model predicts
+the loss determines an adaptive damping (section 6.5).
 
-A step for which something is not finite is skipped: only counters change, the damping rises, and
-the next step computes curvature and inverses again.
+A step with a non-finite loss, gradient or update is skipped: only counters change, the damping
+increases, and the next step updates curvature and inverses whatever their periods.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._cpu import all_finite
@@ -29,19 +32,20 @@ from curvax.optimizer.preconditioner import Preconditioner, l2_matrix
 from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
     OptimizerState,
-    combined,
+    Stats,
     inner,
     inner_products,
+    linear_combination,
     norm,
     norms,
-    number_type,
-    selected,
+    scalar_dtype,
+    select,
 )
 from curvax.optimizer.value_function import Evaluation, ValueFunction
 
 
 class Hyperparameters(NamedTuple):
-    """The three numbers of a step; None for those that the quadratic model chooses."""
+    """The values of a step; None for those that the quadratic model chooses."""
 
     learning_rate: Array | None
     momentum: Array | None
@@ -51,8 +55,12 @@ class Hyperparameters(NamedTuple):
 class ProposedUpdate(NamedTuple):
     """An update of the parameters: a linear combination of the direction and the last update.
 
-    `scaled_norm` is the inner product of the gradient and the direction, times the square of the
-    learning rate.
+    Attributes:
+        update: The linear combination.
+        vectors: The direction, which is the preconditioned gradient, and the last update.
+        coefficients: Their coefficients: minus the learning rate, and the momentum.
+        scaled_norm: The squared learning rate times the inner product of gradient and direction.
+        model: The quadratic model that chose the coefficients, if one did.
     """
 
     update: PyTree
@@ -65,14 +73,20 @@ class ProposedUpdate(NamedTuple):
     def has_finite_direction(self) -> Array:
         """Whether direction and coefficients are finite. Overflow gives a false negative.
 
-        The norm is a sum over elements of the gradient times those of the direction, so that it is
-        not finite if one of either is not.
+        The norm is a sum over products of elements of gradient and direction, so it is not finite
+        if any of them is not.
         """
         return jnp.all(jnp.isfinite(jnp.stack([self.scaled_norm, *self.coefficients])))
 
 
 class Outcome(NamedTuple):
-    """The loss after an update, its predicted change, their ratio; NaN where nothing needs them."""
+    """The effect of a proposed update; NaN in steps that do not need it.
+
+    Attributes:
+        new_loss: The loss after the update.
+        quad_model_change: The change of the loss that the quadratic model predicts.
+        rho: The ratio of the change of the loss to the predicted one.
+    """
 
     new_loss: Array
     quad_model_change: Array
@@ -80,15 +94,15 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What becomes of a proposed update; one that is neither taken nor rejected is skipped."""
+    """The decision about a proposed update; one that is neither taken nor rejected is skipped."""
 
     is_taken: Array
     is_rejected: Array
-    forgets_velocities: Array
+    resets_velocities: Array
 
 
 class Statistics(NamedTuple):
-    """Which statistics a step returns besides the usual ones."""
+    """The optional statistics that a step returns."""
 
     norms: bool = False
     per_param_norms: bool = False
@@ -100,10 +114,10 @@ class KFAC:
     """The optimizer of one function, as pure functions of parameters, state and batch.
 
     Attributes:
-        config: the options.
-        function: the user-supplied function, called with its arguments as one sequence.
-        preconditioner: the estimate of the curvature and its inverse.
-        statistics: which statistics to return.
+        config: The options.
+        function: The user-supplied function, called with its arguments as one sequence.
+        preconditioner: The curvature estimate and its inverse.
+        statistics: The optional statistics to return.
     """
 
     config: KFACConfig
@@ -123,14 +137,14 @@ class KFAC:
         num_shards: int | None = None,
         statistics: Statistics | None = None,
     ) -> "KFAC":
-        """Trace a function of such arguments, the last of which is the batch."""
+        """Trace a function with these arguments, the last of which is the batch."""
         func = function.for_estimator(func_for_estimator, func_args)
         preconditioner = Preconditioner.for_function(config, func, func_args, axis, num_shards)
         return cls(config, function, preconditioner, statistics or Statistics())
 
     @property
     def axis(self) -> str | None:
-        """The name of the mesh axis along which batches are sharded, if there is one."""
+        """The name of the mesh axis along which batches are sharded; None on one device."""
         return self.preconditioner.axis
 
     @functools.cached_property
@@ -142,21 +156,22 @@ class KFAC:
             estimator.func, 0, config.batch_size_extractor, batch_index=index, **config.sizes
         )
 
-    # Functions of the parameters, a random key, the batch and the state of the function.
+    # Functions of parameters, random key, batch and state of the function.
 
     def init(
         self, params: PyTree, rng: Array, batch: PyTree, func_state: PyTree = None
     ) -> OptimizerState:
         """Return the state before the first step."""
-        rng, own = jax.random.split(rng)
-        return self.initial_state(self.function.arguments(params, func_state, own, batch), rng)
+        rng, func_rng = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, func_rng, batch)
+        return self.initial_state(func_args, rng)
 
     def burnin(
         self, params: PyTree, state: OptimizerState, rng: Array, batch: PyTree, func_state: PyTree
     ) -> OptimizerState:
-        """Update the curvature by one batch, and nothing else."""
-        rng, own = jax.random.split(rng)
-        func_args = self.function.arguments(params, func_state, self._device_key(own), batch)
+        """Update the curvature with one batch, and nothing else."""
+        rng, func_rng = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._device_key(func_rng), batch)
         return self.update_curvature(state, func_args, rng)
 
     def step(
@@ -166,20 +181,20 @@ class KFAC:
         rng: Array,
         batch: PyTree,
         func_state: PyTree = None,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
-    ) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
+    ) -> tuple[PyTree, OptimizerState, PyTree, Stats]:
         """Return parameters, state and state of the function after a step, and its statistics."""
         params, state = jax.tree.map(jnp.asarray, (params, state))
-        rng, own = jax.random.split(rng)
-        func_args = self.function.arguments(params, func_state, self._device_key(own), batch)
-        found = self._evaluate(func_args)
+        rng, func_rng = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._device_key(func_rng), batch)
+        evaluation = self._evaluate(func_args)
         hyperparameters = self.hyperparameters(state, learning_rate, momentum, damping)
-        update, after, stats = self.update(state, found, func_args, rng, hyperparameters)
-        new_params = combined([jnp.ones((), number_type(params))] * 2, [params, update])
+        update, after, stats = self.update(state, evaluation, func_args, rng, hyperparameters)
+        new_params = linear_combination([jnp.ones((), scalar_dtype(params))] * 2, [params, update])
         is_used = after.skipped == state.skipped
-        return new_params, after, selected(is_used, found.func_state, func_state), stats
+        return new_params, after, select(is_used, evaluation.func_state, func_state), stats
 
     def step_with_burnin(
         self,
@@ -188,9 +203,9 @@ class KFAC:
         rng: Array,
         batch: PyTree,
         func_state: PyTree = None,
-        *hyperparameters: Any,
-    ) -> tuple[PyTree, OptimizerState, PyTree, dict[str, Any]]:
-        """Equal to `step`, except that the first step burns in before, with the same batch."""
+        *hyperparameters: ArrayLike | None,
+    ) -> tuple[PyTree, OptimizerState, PyTree, Stats]:
+        """Equal to `step`, except that the first step is preceded by burn-in on its batch."""
         params, state = jax.tree.map(jnp.asarray, (params, state))
         burnin = lambda state, key: self.burnin(params, state, key, batch, func_state)
         state = self.burn_in(burnin, state, rng)
@@ -201,7 +216,7 @@ class KFAC:
     def initial_state(self, func_args: Sequence[PyTree], rng: Array) -> OptimizerState:
         """Return the state before the first step."""
         params, config = func_args[0], self.config
-        dtype, is_adaptive = number_type(params), config.use_adaptive_damping
+        dtype, is_adaptive = scalar_dtype(params), config.use_adaptive_damping
         return OptimizerState(
             velocities=jax.tree.map(lambda x: jnp.zeros_like(jnp.asarray(x)), params),
             estimator_state=self.preconditioner.init(rng, func_args),
@@ -214,7 +229,7 @@ class KFAC:
     def update_curvature(
         self, state: OptimizerState, func_args: Sequence[PyTree], rng: Array
     ) -> OptimizerState:
-        """Update the curvature by one batch, and nothing else."""
+        """Update the curvature with one batch, and nothing else."""
         estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
         return replace(state, estimator_state=estimate)
 
@@ -224,7 +239,7 @@ class KFAC:
         state: OptimizerState,
         rng: Array,
     ) -> OptimizerState:
-        """Apply `burnin(state, key)` as often as configured if no step was done yet."""
+        """Apply `burnin(state, key)` `num_burnin_steps` times if this is the first step."""
         if not self.config.num_burnin_steps:
             return state
         count = jnp.where(state.step_counter == 0, self.config.num_burnin_steps, 0)
@@ -234,70 +249,72 @@ class KFAC:
     def hyperparameters(
         self,
         state: OptimizerState,
-        learning_rate: Any = None,
-        momentum: Any = None,
-        damping: Any = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
     ) -> Hyperparameters:
-        """Return the numbers of a step, from those that it was given, schedules and the state."""
+        """Return the values of a step, from those that it was given, schedules and the state."""
         count, dtype = state.step_counter, state.damping_factor.dtype
 
-        def value(hyperparameter: Hyperparameter, given: Any) -> Array | None:
+        def value(hyperparameter: Hyperparameter, given: ArrayLike | None) -> Array | None:
             if isinstance(hyperparameter, Adaptive):
                 return None
-            found = given if hyperparameter is None else hyperparameter(count)
-            return jnp.asarray(found, dtype)
+            return jnp.asarray(given if hyperparameter is None else hyperparameter(count), dtype)
 
         config = self.config
         base = value(config.damping, damping)
         return Hyperparameters(
             value(config.learning_rate, learning_rate),
             value(config.momentum, momentum),
-            state.damping if base is None else base * state.damping_factor,
+            jnp.asarray(state.damping) if base is None else base * state.damping_factor,
         )
 
     def update(
         self,
         state: OptimizerState,
-        found: Evaluation,
+        evaluation: Evaluation,
         func_args: Sequence[PyTree],
         rng: Array,
         hyperparameters: Hyperparameters,
-    ) -> tuple[PyTree, OptimizerState, dict[str, Any]]:
+    ) -> tuple[PyTree, OptimizerState, Stats]:
         """Return the update of the parameters, the state after it, and statistics.
 
-        An update that is not taken is zero.
+        The update is zero if it is not taken.
         """
         count, is_stale, damping = state.step_counter, state.is_stale, hyperparameters.damping
-        is_finite_batch = jnp.isfinite(found.loss) & all_finite(found.gradient)
+        is_finite_batch = jnp.isfinite(evaluation.loss) & all_finite(evaluation.gradient)
         curvature = self.preconditioner.update_curvature_if_due(
             state.estimator_state, count, is_stale, func_args, rng, is_finite_batch
         )
         curvature = self.preconditioner.update_inverses_if_due(curvature, count, is_stale, damping)
         state = replace(state, estimator_state=curvature)
-        proposed = self._propose(state, found.gradient, hyperparameters, func_args)
-        outcome = self._outcome(state, found, proposed, damping, func_args)
-        verdict = self._verdict(is_finite_batch, found.loss, proposed, outcome)
+        proposed = self._propose(state, evaluation.gradient, hyperparameters, func_args)
+        outcome = self._outcome(state, evaluation, proposed, damping, func_args)
+        verdict = self._verdict(is_finite_batch, evaluation.loss, proposed, outcome)
         total = self._total(self.config.batch_size_extractor(func_args[-1]), state.data_seen.dtype)
-        after = self._state_after(state, proposed.update, verdict, found.loss, outcome, total)
-        stats = self._stats(found, proposed, damping, outcome, after, func_args, total)
-        # An update that is taken equals the new velocities, so it is computed once.
+        after = self._state_after(state, proposed.update, verdict, evaluation.loss, outcome, total)
+        stats = self._stats(evaluation, proposed, damping, outcome, after, func_args, total)
+        # If the update is taken it equals the new velocities, so both share one computation.
         zeros = jax.tree.map(jnp.zeros_like, proposed.update)
-        return selected(verdict.is_taken, after.velocities, zeros), after, stats
+        return select(verdict.is_taken, after.velocities, zeros), after, stats
 
     def loss(self, func_args: Sequence[PyTree]) -> Array:
-        """Return the value of the function; the compiler drops what else it computes."""
+        """Return the loss; the compiler eliminates the gradient as dead code."""
         return self._mean(self.function(func_args).loss)
 
     def exact_model(
         self, vectors: Sequence[PyTree], gradient: PyTree, func_args: Sequence[PyTree]
     ) -> QuadraticModel:
-        """Return the model with the exact curvature: with `C = B Bᵀ`, products of the `Bᵀ v`."""
+        """Return the model with the exact curvature.
+
+        With a factor B of the curvature, `C = B Bᵀ`, its matrix has the elements `(Bᵀ vᵢ)ᵀ Bᵀ vⱼ`.
+        """
         if self.preconditioner.estimator.default_mat_type == "fisher":
             factor = self.exact.multiply_fisher_factor_transpose
         else:
             factor = self.exact.multiply_ggn_factor_transpose
         products = [factor(func_args, v) for v in vectors]
-        curvature = self._mean(inner_products(products, products)).astype(number_type(gradient))
+        curvature = self._mean(inner_products(products, products)).astype(scalar_dtype(gradient))
         return _model(curvature + l2_matrix(self.config, vectors), vectors, gradient)
 
     def approx_model(
@@ -311,44 +328,45 @@ class KFAC:
     def _evaluate(self, func_args: Sequence[PyTree]) -> Evaluation:
         """Evaluate the function, averaged over all devices.
 
-        Each device computes the gradient of its own examples: inside a `shard_map`, gradients with
-        respect to replicated arrays would be sums over devices otherwise.
+        Under `shard_map`, a gradient with respect to replicated arrays is summed over devices. So
+        parameters are made to vary over them, and each device computes the gradient of its shard.
         """
         params, *rest = func_args
         leaves = jax.tree.leaves(rest)
-        own = jax.tree.map(lambda x: _jax.varying_like(jnp.asarray(x), *leaves), params)
-        found = self.function((own, *rest))
+        varying = jax.tree.map(lambda x: _jax.varying_like(jnp.asarray(x), *leaves), params)
+        local = self.function((varying, *rest))
         if self.axis is None:
-            return found
-        aux = jax.tree.map(jnp.asarray, found.aux)
-        rows = self.function.rows_of_aux((own, *rest), aux)
-        return found._replace(
-            loss=self._mean(found.loss),
-            gradient=self._mean(found.gradient),
-            func_state=jax.tree.map(self._mean_if_real, found.func_state),
-            aux=jax.tree.map(self._gather_aux, aux, rows),
+            return local
+        aux = jax.tree.map(jnp.asarray, local.aux)
+        rows = self.function.rows_of_aux((varying, *rest), aux)
+        return local._replace(
+            loss=self._mean(local.loss),
+            gradient=self._mean(local.gradient),
+            func_state=jax.tree.map(self._mean_if_real, local.func_state),
+            aux=jax.tree.map(self._reduce_aux, aux, rows),
         )
 
-    def _gather_aux(self, x: Array, has_rows: bool) -> Array:
-        """Reduce a leaf of `aux` over all devices, as microbatches are reduced."""
+    def _reduce_aux(self, x: Array, has_rows: bool) -> Array:
+        """Reduce a leaf of `aux` over devices by the rule for microbatches."""
         if has_rows:
             return lax.all_gather(x, self.axis, tiled=True)
         is_real = jnp.issubdtype(x.dtype, jnp.inexact)
         return self._mean(x) if is_real else lax.psum(x, self.axis)
 
-    def _mean_if_real(self, x: Any) -> Any:
+    def _mean_if_real(self, x: ArrayLike) -> ArrayLike:
         return self._mean(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
-    def _mean(self, x: Any) -> Any:
+    def _mean(self, x: PyTree) -> PyTree:
+        """Return the mean over devices."""
         return x if self.axis is None else lax.pmean(x, self.axis)
 
-    def _total(self, batch_size: Any, dtype: Any) -> Array:
-        """Return the batch size of all devices together."""
+    def _total(self, batch_size: ArrayLike, dtype: np.dtype) -> Array:
+        """Return the sum of the batch sizes of all devices."""
         size = jnp.asarray(batch_size).astype(dtype)
         return size if self.axis is None else lax.psum(size, self.axis)
 
     def _device_key(self, rng: Array) -> Array:
-        """Return another random key on each device."""
+        """Return a random key that differs between devices."""
         return rng if self.axis is None else jax.random.fold_in(rng, lax.axis_index(self.axis))
 
     def _propose(
@@ -358,6 +376,7 @@ class KFAC:
         hyperparameters: Hyperparameters,
         func_args: Sequence[PyTree],
     ) -> ProposedUpdate:
+        """Return the update, from the preconditioned gradient and the last update."""
         rate, momentum, damping = hyperparameters
         dtype = damping.dtype
         direction = self.preconditioner.apply(state.estimator_state, gradient, damping)
@@ -365,26 +384,27 @@ class KFAC:
         if self.config.norm_constraint is not None and rate is not None:
             limit = jnp.asarray(self.config.norm_constraint, dtype)
             scale = jnp.sqrt(limit / jnp.maximum(limit, rate**2 * squared))
-            direction = combined([scale], [direction])
+            direction = linear_combination([scale], [direction])
         vectors = (direction, state.velocities)
         model = None
         if rate is None or momentum is None:
             model = self.exact_model(vectors, gradient, func_args)
             fixed = (None if rate is None else -rate, momentum)
-            coefficients: Sequence[Any] = model.minimiser(damping, fixed)
+            coefficients: Sequence[Array] = model.minimiser(damping, fixed)
         else:
             coefficients = (-rate, momentum)
-        update = combined(coefficients, vectors)
+        update = linear_combination(coefficients, vectors)
         return ProposedUpdate(update, vectors, coefficients, coefficients[0] ** 2 * squared, model)
 
     def _outcome(
         self,
         state: OptimizerState,
-        found: Evaluation,
+        evaluation: Evaluation,
         proposed: ProposedUpdate,
         damping: Array,
         func_args: Sequence[PyTree],
     ) -> Outcome:
+        """Return the effect of an update, as far as this step needs it."""
         config, dtype = self.config, damping.dtype
         unknown = jnp.full((), jnp.nan, dtype)
         is_adaptive = config.use_adaptive_damping
@@ -394,25 +414,25 @@ class KFAC:
             change = self._predicted_change(proposed.model, proposed, damping)
         elif is_adaptive:
 
-            def predict(_: Any) -> Array:
+            def predict(_: None) -> Array:
                 if config.always_use_exact_qmodel_for_damping_adjustment:
-                    model = self.exact_model(proposed.vectors, found.gradient, func_args)
+                    model = self.exact_model(proposed.vectors, evaluation.gradient, func_args)
                 else:
-                    model = self.approx_model(state, proposed.vectors, found.gradient)
+                    model = self.approx_model(state, proposed.vectors, evaluation.gradient)
                 return self._predicted_change(model, proposed, damping)
 
             change = lax.cond(is_due, predict, lambda _: unknown, None)
         new_loss = unknown
         if config.needs_loss:
 
-            def loss_after(_: Any) -> Array:
+            def loss_after(_: None) -> Array:
                 params, *rest = func_args
-                params = combined([jnp.ones((), dtype)] * 2, [params, proposed.update])
+                params = linear_combination([jnp.ones((), dtype)] * 2, [params, proposed.update])
                 return self.loss((params, *rest)).astype(dtype)
 
-            is_wanted = True if config.use_step_rejection else is_due
-            new_loss = lax.cond(is_wanted, loss_after, lambda _: unknown, None)
-        return Outcome(new_loss, change, (new_loss - found.loss.astype(dtype)) / change)
+            is_needed = True if config.use_step_rejection else is_due
+            new_loss = lax.cond(is_needed, loss_after, lambda _: unknown, None)
+        return Outcome(new_loss, change, (new_loss - evaluation.loss.astype(dtype)) / change)
 
     def _predicted_change(
         self, model: QuadraticModel, proposed: ProposedUpdate, damping: Array
@@ -423,14 +443,15 @@ class KFAC:
     def _verdict(
         self, is_finite_batch: Array, loss: Array, proposed: ProposedUpdate, outcome: Outcome
     ) -> Verdict:
+        """Decide whether an update is taken, rejected or skipped."""
         is_finite = is_finite_batch & proposed.has_finite_direction
-        # The last update is not finite if the state was restored so, and sums may overflow.
+        # The last update may be non-finite in a restored state, and the sum may overflow.
         is_taken = is_finite & all_finite(proposed.update)
         is_rejected = jnp.zeros((), bool)
         if self.config.use_step_rejection:
             is_taken &= outcome.new_loss <= loss
             is_rejected = is_finite & ~is_taken
-        # If the batch is not to blame, the last update may be, and no damping helps against that.
+        # If the batch is finite the last update may be at fault, which damping cannot mend.
         return Verdict(is_taken, is_rejected, is_finite_batch & ~is_taken)
 
     def _state_after(
@@ -442,11 +463,12 @@ class KFAC:
         outcome: Outcome,
         batch_size: Array,
     ) -> OptimizerState:
+        """Return the state after a step: velocities, damping and counters."""
         config = self.config
-        is_taken, is_rejected, forgets_velocities = verdict
+        is_taken, is_rejected, resets_velocities = verdict
         zeros = jax.tree.map(jnp.zeros_like, update)
-        kept = selected(forgets_velocities, zeros, state.velocities)
-        velocities = selected(is_taken, update, kept)
+        kept = select(resets_velocities, zeros, state.velocities)
+        velocities = select(is_taken, update, kept)
         damping, damping_factor = state.damping, state.damping_factor
         if damping is None:
             damping_factor = next_factor(config, damping_factor, is_taken)
@@ -471,19 +493,19 @@ class KFAC:
 
     def _stats(
         self,
-        found: Evaluation,
+        evaluation: Evaluation,
         proposed: ProposedUpdate,
         damping: Array,
         outcome: Outcome,
         after: OptimizerState,
         func_args: Sequence[PyTree],
         batch_size: Array,
-    ) -> dict[str, Any]:
-        stats = {
+    ) -> Stats:
+        stats: Stats = {
             "step": after.step_counter - 1,
             "batch_size": batch_size,
             "data_seen": after.data_seen,
-            "loss": found.loss,
+            "loss": evaluation.loss,
             "learning_rate": -proposed.coefficients[0],
             "momentum": proposed.coefficients[1],
             "damping": damping,
@@ -494,7 +516,7 @@ class KFAC:
             "skipped": after.skipped,
         }
         if self.function.has_aux:
-            stats["aux"] = found.aux
+            stats["aux"] = evaluation.aux
         if self.statistics.registered_loss:
             stats["registered_loss"] = self._mean(self.exact.mean_loss(func_args))
         if self.config.use_step_rejection:
@@ -502,7 +524,7 @@ class KFAC:
         direction, _ = proposed.vectors
         trees = {
             "param": func_args[0],
-            "grad": found.gradient,
+            "grad": evaluation.gradient,
             "precon_grad": direction,
             "update": proposed.update,
         }
@@ -514,9 +536,9 @@ class KFAC:
         return stats
 
 
-def burnin_key(rng: Array, number: Any) -> Array:
-    """Return the random key of an update before the first step, from the key of that step."""
-    return jax.random.fold_in(jax.random.fold_in(rng, 1), number)
+def burnin_key(rng: Array, index: int | Array) -> Array:
+    """Return the random key of a burn-in update of this index, from that of the first step."""
+    return jax.random.fold_in(jax.random.fold_in(rng, 1), index)
 
 
 def _model(curvature: Array, vectors: Sequence[PyTree], gradient: PyTree) -> QuadraticModel:

@@ -1,12 +1,13 @@
-"""The user-supplied function: how it is called, what it returns, where it registers losses."""
+"""The user-supplied function: its arguments, its results, and where it registers losses."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax import _jax
 from curvax._errors import where
@@ -18,7 +19,7 @@ from curvax.maps.microbatch import microbatch
 
 
 class Evaluation(NamedTuple):
-    """What the function returns for a batch."""
+    """The results of the function for a batch."""
 
     loss: Array
     func_state: PyTree
@@ -28,12 +29,12 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueFunction:
-    """`value_and_grad_func`, and which arguments and results it has.
+    """`value_and_grad_func`, with a uniform interface.
 
-    It is called with those of `(params, func_state, rng, batch)` that it has, and returns
-    `(out, gradient)`, where `out` consists of those of `(loss, func_state, aux)` that it has, or is
-    the loss alone. Of three, the latter two may be a pair of their own, as `jax.value_and_grad`
-    with `has_aux=True` returns them.
+    The user-supplied function takes `(params, func_state, rng, batch)` and returns
+    `((loss, func_state, aux), gradient)`, both without what it does not have. If there is neither
+    state nor `aux`, it returns `(loss, gradient)`. If there are both, they may be a pair,
+    `(loss, (func_state, aux))`, as `jax.value_and_grad(…, has_aux=True)` returns them.
     """
 
     value_and_grad: Fun
@@ -41,30 +42,30 @@ class ValueFunction:
     has_state: bool
     has_rng: bool
     microbatch_size: int | None = None
-    memory_budget: Any = None
+    memory_budget: int | float | str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its arguments."""
+        """The names of the function's arguments."""
         has = {"params": True, "func_state": self.has_state, "rng": self.has_rng, "batch": True}
-        return tuple(name for name, is_there in has.items() if is_there)
+        return tuple(name for name, is_argument in has.items() if is_argument)
 
     def arguments(
-        self, params: PyTree, func_state: PyTree, rng: Any, batch: PyTree
+        self, params: PyTree, func_state: PyTree, rng: Array, batch: PyTree
     ) -> tuple[PyTree, ...]:
-        """Return the arguments of a call, as one sequence."""
+        """Return those arguments that the function has, as one sequence."""
         if self.has_state and func_state is None:
             raise ValueError(f"{where()}: value_func_has_state=True, but func_state was not given.")
         if not self.has_state and func_state is not None:
             raise ValueError(
-                f"{where()}: func_state was given, but value_func_has_state=False. Say "
+                f"{where()}: func_state was given, but value_func_has_state=False. Set "
                 f"value_func_has_state=True, or leave it out."
             )
         state = (func_state,) if self.has_state else ()
         return (params, *state, *((rng,) if self.has_rng else ()), batch)
 
     def __call__(self, func_args: Sequence[PyTree]) -> Evaluation:
-        """Evaluate and check the function, in microbatches if that was asked for."""
+        """Evaluate the function and check its results; in microbatches if a size is set."""
         if self.microbatch_size is None and self.memory_budget is None:
             return self._at_once(*func_args)
         batch = len(func_args) - 1
@@ -80,10 +81,10 @@ class ValueFunction:
         return run(*func_args)
 
     def rows_of_aux(self, func_args: Sequence[PyTree], aux: PyTree) -> PyTree:
-        """Return for each array in `aux` whether it has a row for each example.
+        """Return for each array in `aux` whether its leading axis is that of examples.
 
-        These are the arrays that grow with the batch. If the function does not accept a larger one,
-        they are all that are as long as the batch.
+        It is if its length is the batch size, and grows when the function is traced with a larger
+        batch. If the function does not accept a larger batch, the length alone decides.
         """
         *others, batch = func_args
         length = length_of(batch)
@@ -98,25 +99,26 @@ class ValueFunction:
         return jax.tree.map(has_grown, are_long, aux, longer)
 
     def _at_once(self, *func_args: PyTree) -> Evaluation:
-        found = self.value_and_grad(*func_args)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        result = self.value_and_grad(*func_args)
+        if not isinstance(result, tuple | list) or len(result) != 2:
             raise TypeError(
                 f"{where()}: value_and_grad_func must return a pair of its value and its gradient, "
-                f"as jax.value_and_grad(f) does, got {_described(found)}."
+                f"as jax.value_and_grad(f) does, got {_described(result)}."
             )
-        out, gradient = found
+        out, gradient = result
         loss, func_state, aux = self._unpacked(out)
         loss = jnp.asarray(loss)
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
                 f"{where()}: the loss must be one real number, got {loss.dtype}{list(loss.shape)}. "
-                f"If value_and_grad_func returns more than the loss, say value_func_has_aux=True "
+                f"If value_and_grad_func returns more than the loss, set value_func_has_aux=True "
                 f"or value_func_has_state=True."
             )
         self._check_gradient(func_args[0], gradient)
         return Evaluation(loss, func_state, aux, gradient)
 
-    def _unpacked(self, out: Any) -> tuple[Any, Any, Any]:
+    def _unpacked(self, out: PyTree) -> tuple[ArrayLike, PyTree, PyTree]:
+        """Return loss, state of the function and `aux`; None for those that it does not have."""
         expected = 1 + self.has_state + self.has_aux
         if expected == 1:
             if isinstance(out, tuple | list):
@@ -131,7 +133,7 @@ class ValueFunction:
             return parts[0], parts[1], parts[2]
         return (parts[0], parts[1], None) if self.has_state else (parts[0], None, parts[1])
 
-    def _wrong(self, out: Any, expected: str) -> TypeError:
+    def _wrong(self, out: PyTree, expected: str) -> TypeError:
         return TypeError(
             f"{where()}: with value_func_has_state={self.has_state} and "
             f"value_func_has_aux={self.has_aux} the value of value_and_grad_func is {expected}, "
@@ -153,19 +155,19 @@ class ValueFunction:
         """Return the function in which losses are registered.
 
         It is `given` if that is not None; else the function that `jax.value_and_grad` was applied
-        to, which it keeps as `__wrapped__`, if that registers a loss; else `value_and_grad_func`
-        itself, whose derivative rules may register one.
+        to, available as `__wrapped__`, if it registers a loss; else `value_and_grad_func` itself,
+        whose derivative rules may register one.
         """
         if given is not None:
             return given
-        found = self.value_and_grad
-        func: Callable[..., Any] | None = getattr(found, "__wrapped__", None)
+        registering = self.value_and_grad
+        func: Fun | None = getattr(registering, "__wrapped__", None)
         while func is not None:
-            # The innermost, as a gradient may compute what is checkpointed twice, losses included.
-            if _takes(func, func_args) and registers_loss(func, func_args):
-                found = func
+            # Choose the innermost: a gradient may rematerialise, and register a loss twice.
+            if _accepts(func, func_args) and registers_loss(func, func_args):
+                registering = func
             func = getattr(func, "__wrapped__", None)
-        return found
+        return registering
 
 
 _LAST = Accumulator(
@@ -177,38 +179,37 @@ _LAST = Accumulator(
 )
 
 
-def _accumulators(shapes: Evaluation, rows: PyTree) -> Any:
-    """Return how results of microbatches are reduced.
+def _accumulators(shapes: Evaluation, rows: PyTree) -> PyTree:
+    """Return accumulators for the results of microbatches: a pytree prefix of an `Evaluation`.
 
-    By means, weighted by the number of examples. Of a state that has no mean, such as a step
-    counter, the last is taken. In `aux`, rows of examples are concatenated and integers summed.
+    Real numbers are averaged, weighted by the number of examples. Of a state that has no mean, such
+    as a step counter, the last is kept. In `aux`, per-example rows are concatenated and integers
+    summed.
     """
-    mean: Any = AccumulationType.MEAN
+    mean = AccumulationType.MEAN
 
-    def of_state(like: Any) -> AccumulationType | Accumulator:
+    def of_state(like: jax.ShapeDtypeStruct) -> AccumulationType | Accumulator:
         return mean if jnp.issubdtype(like.dtype, jnp.inexact) else _LAST
 
-    def of_aux(like: Any, has_rows: bool) -> AccumulationType:
+    def of_aux(like: jax.ShapeDtypeStruct, has_rows: bool) -> AccumulationType:
         if has_rows:
             return AccumulationType.CONCAT
         return mean if jnp.issubdtype(like.dtype, jnp.inexact) else AccumulationType.SUM
 
-    return Evaluation(
-        mean,
-        jax.tree.map(of_state, shapes.func_state),
-        jax.tree.map(of_aux, shapes.aux, rows),
-        mean,
+    state = jax.tree.map(of_state, shapes.func_state)
+    return shapes._replace(
+        loss=mean, func_state=state, aux=jax.tree.map(of_aux, shapes.aux, rows), gradient=mean
     )
 
 
-def _doubled(x: Any) -> Any:
+def _doubled(x: ArrayLike) -> Any:
     """Return the type of a leaf of a batch with twice as many examples."""
     shape = jnp.shape(x)
     return x if axes_of(x) is None else _jax.resized(jnp.asarray(x), (2 * shape[0], *shape[1:]))
 
 
-def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:
-    """Return whether a function has a signature that accepts these arguments."""
+def _accepts(func: Fun, func_args: Sequence[PyTree]) -> bool:
+    """Return whether the signature of a function accepts these arguments."""
     try:
         inspect.signature(func).bind(*func_args)
     except (TypeError, ValueError):
@@ -216,7 +217,7 @@ def _takes(func: Callable[..., Any], func_args: Sequence[PyTree]) -> bool:
     return True
 
 
-def _described(value: Any) -> str:
+def _described(value: PyTree) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__

@@ -145,7 +145,7 @@ def test_a_tag_that_no_block_is_known_for():
 
     args = normal(0, 2, 2), {"x": normal(1, N, 2)}
     estimator = curvax.BlockDiagonalCurvature(func)
-    with pytest.raises(ValueError, match=r"no block is known for the tag 'other_tag'.*Say which"):
+    with pytest.raises(ValueError, match=r"no block is known for the tag 'other_tag'.*Choose one"):
         estimator.finalize(args)
     with curvax.set_default_tag_to_block_ctor("other_tag", curvax.DenseFull):
         estimator = curvax.BlockDiagonalCurvature(func)

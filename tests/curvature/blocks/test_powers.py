@@ -166,7 +166,9 @@ class TestCache:
             jax.eval_shape(multiply, state)
             return
         for wrong in (multiply, lambda state: estimator.eigenvalues(state, True)):
-            with pytest.raises(ValueError, match=r"not in its cache.* Call update_cache with it"):
+            with pytest.raises(
+                ValueError, match=r"is not in the cache.* Call update_cache with it"
+            ):
                 jax.eval_shape(wrong, state)
 
 

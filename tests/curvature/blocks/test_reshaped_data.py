@@ -398,13 +398,13 @@ WRONG = {
         "dense",
         KRONECKER,
         lambda data, size: (scaled(at_sites(data, size)[0], size)[0], size),
-        r"both the arrays of the layer .* and those of its sites .* were changed. Change one",
+        r"both the arrays of the layer .* and those of its uses .* were changed. Change one",
     ),
     "sites": (
         "twice",
         KRONECKER,
         lambda data, size: (data | {"sites": data["sites"][:1]}, size),
-        r"it has data of 1 sites, the layer has 2",
+        r"it has data of 1 sites, the layer has 2 uses",
     ),
     "missing": (
         "dense",
@@ -431,13 +431,13 @@ WRONG = {
         "twice",
         FULL,
         first_two,
-        r"applied at 2 places, .* must keep their shapes, .*\(8, 3\).* under sites, instead",
+        r"has 2 uses, .* must keep their shapes, .*\(8, 3\).* under sites, instead",
     ),
     "loop": (
         "loop",
         FULL,
         lambda data, size: (both(data, lambda x: x.reshape(-1, 3)), size),
-        r"is in a loop, and Changed needs the gradients of single examples",
+        r"is in a loop, and Changed needs per-example gradients",
     ),
     "number of arrays": (
         "dense",

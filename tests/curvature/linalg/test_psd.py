@@ -33,7 +33,7 @@ INVERSE = jax.jit(lambda matrix, weight: psd_power(matrix, weight, -1))
 def no_eigenvalues(monkeypatch):
     """What is computed from eigenvalues is not a number."""
     none = lambda values, vectors, *_: jnp.full_like(vectors, jnp.nan)
-    monkeypatch.setattr(psd, "_put_together", none)
+    monkeypatch.setattr(psd, "_from_eigenvalues", none)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -1,47 +1,98 @@
-"""`CurvatureBlock`: the part of a curvature matrix that belongs to the parameters of one layer.
+"""`CurvatureBlock`: the block of a curvature matrix that belongs to the parameters of one layer.
 
-A block is three things. A *representation* of a PSD matrix: diagonal, full, Kronecker-factored, a
-multiple of the identity. *Statistics* that turn what happens at a layer into it. And a *cache* of
-powers. The classes of this module leave all three open; those of the other modules fill them in.
+A block has three parts. A *representation* of a PSD matrix: diagonal, full, Kronecker-factored, a
+multiple of the identity. *Statistics* of the layer, from which the representation is estimated. And
+a *cache* of matrix powers. The base class leaves all three open; the other modules of this package
+fill them in.
 
-Statistics go in three steps, so that they can be computed in the backward pass, and summed over
-several of these. `statistics` says what is summed at each place of a layer; it is computed by
-`curvax.layer_statistics`. `terms` makes of these sums what can be added up over passes:
-squares of sums, say. `estimate` makes of the total what goes into the moving averages.
+An estimate takes three steps, so that statistics are computed inside the backward pass and can be
+summed over several passes. `statistics` returns what to sum over each use of the layer;
+`layer_statistics` computes the sums. `terms` turns the sums of one pass into terms that can be
+added over passes, such as squares of sums. `estimate` turns the total of the terms into new values
+for the moving averages.
 
-A refresh of the cache goes in two steps, so that powers and eigenvectors of the matrices of many
-blocks are computed together. `cache_requests` says which a block needs, and `with_cache` returns
-the state with what was made of them. States are replaced, never changed.
+A cache update takes two steps, so that powers and eigendecompositions of many blocks are computed
+together. `cache_requests` returns the matrix tasks that a block needs, and `with_cache` returns the
+state with a cache made of their results. States are replaced, never mutated.
 """
 
 import abc
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from curvax._cpu import all_finite
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.data import data_of_uses, sums_of_data
+from curvax.curvature.blocks.data import EstimationData, data_of_uses, sums_of_data
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import MatrixTask, run_matrix_tasks
 from curvax.layers.detection.layers import Layer
 from curvax.layers.detection.tagging import use_of_equation
+from curvax.layers.tags import LayerTag
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse
 
-# A layer as a block sees it: its parameters and all of its uses.
+# A layer, as a block sees it: its parameters and all of its uses.
 
 
-def wide(*dtypes: Any) -> Any:
-    """The dtype in which curvature is kept for arrays of some dtypes: at least float32."""
+def wide(*dtypes: DTypeLike) -> jnp.dtype:
+    """Return the dtype to keep curvature in, for arrays of these dtypes: at least float32."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes, jnp.float32)
+
+
+class ArrayType(Protocol):
+    """The abstract value of a variable, as far as blocks read it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        ...
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype."""
+        ...
+
+
+class Variable(Protocol):
+    """A variable of a jaxpr, as far as blocks read it."""
+
+    @property
+    def aval(self) -> ArrayType:
+        """The abstract value."""
+        ...
+
+
+@runtime_checkable
+class TagEquation(Protocol):
+    """The equation of a layer tag in a jaxpr: a `JaxprEqn`, or a `LayerEquation`."""
+
+    @property
+    def primitive(self) -> LayerTag:
+        """The tag."""
+        ...
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The static parameters of the tag."""
+        ...
+
+    @property
+    def invars(self) -> list[Any]:
+        """The operands of the tag: outputs, inputs and parameters of the layer."""
+        ...
+
+    @property
+    def outvars(self) -> list[Any]:
+        """The results of the tag."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,43 +101,43 @@ class LayerEquation:
 
     tag_name: str
     uses: tuple[LayerUse, ...]
-    dtypes: tuple[Any, ...]
-    equation: Any
+    dtypes: tuple[jnp.dtype, ...]
+    equation: TagEquation
 
     @classmethod
-    def of(cls, equation: Any) -> "LayerEquation":
-        """From an equation alone: a layer that is used once, outside of loops."""
+    def of(cls, equation: TagEquation) -> "LayerEquation":
+        """Return the layer of an equation alone: it is used once, outside loops."""
         if isinstance(equation, cls):
             return equation
         tag = equation.primitive
-        params = equation.invars[tag.num_outputs + tag.num_inputs :]
+        params: list[Variable] = equation.invars[tag.num_outputs + tag.num_inputs :]
         use = use_of_equation(equation)
         return cls(use.layer, (use,), tuple(v.aval.dtype for v in params), equation)
 
     @classmethod
-    def of_layer(cls, layer: Layer, params: Sequence[Any]) -> "LayerEquation":
-        """From a layer of a traced function, and the variables of all parameters of it."""
-        dtypes = tuple(params[number].aval.dtype for number in layer.params)
+    def of_layer(cls, layer: Layer, params: Sequence[Variable]) -> "LayerEquation":
+        """Return a layer of a traced function, given the variables of the function's parameters."""
+        dtypes = tuple(params[index].aval.dtype for index in layer.params)
         return cls(layer.tag_name, layer.uses, dtypes, layer.nodes[0].equation)
 
     @property
     def param_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters as the function has them."""
+        """The shapes of the parameters, as the traced function takes them."""
         return tuple(param.shape for param in self.uses[0].params)
 
     @property
-    def primitive(self) -> Any:
+    def primitive(self) -> LayerTag:
         """The tag."""
         return self.equation.primitive
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the tag, without its arrays."""
+        """The static parameters of the tag."""
         return dict(self.equation.params)
 
     @property
     def invars(self) -> list[Any]:
-        """The operands of the tag: outputs, inputs and parameters."""
+        """The operands of the tag: outputs, inputs and parameters of the layer."""
         return list(self.equation.invars)
 
     @property
@@ -95,17 +146,20 @@ class LayerEquation:
         return list(self.equation.outvars)
 
 
-# The cache of a block: which powers are in it, and what of it is computed again.
+# The cache of a block: which powers it holds, and which of them an update computes.
 
 Powers = float | int | Sequence[float | int] | None
 """One power, or several."""
 
+Cache: TypeAlias = dict[str, PyTree]
+"""Matrix powers by `power_key`, eigenvalues and eigenvectors: arrays, or pytrees of arrays."""
+
 
 @dataclass(frozen=True)
 class MatrixPower:
-    """Which power of a block is asked for: `(matrix + identity_weight * identity) ** power`."""
+    """The power of a block to multiply with: `(matrix + identity_weight * identity) ** power`."""
 
-    identity_weight: Any
+    identity_weight: Array
     power: float | int
     is_exact: bool
     is_cached: bool
@@ -113,21 +167,21 @@ class MatrixPower:
 
 @dataclass(frozen=True)
 class Refresh:
-    """What of a block's cache is to be computed again, with what is added to the diagonal."""
+    """The cache entries to compute, and the multiple of the identity to add before."""
 
-    identity_weight: Any
+    identity_weight: Array
     exact: tuple[float, ...]
     approx: tuple[float, ...]
     eigenvalues: bool
 
     @property
     def powers(self) -> tuple[float, ...]:
-        """All powers, for blocks that have only exact ones."""
+        """All powers, for blocks whose powers are always exact."""
         return tuple(sorted({*self.exact, *self.approx}))
 
 
 def powers_of(powers: Powers) -> tuple[float, ...]:
-    """Powers as they are given, each once, in order."""
+    """Return powers without duplicates, in order."""
     if powers is None:
         return ()
     several = powers if isinstance(powers, Sequence) else (powers,)
@@ -135,30 +189,30 @@ def powers_of(powers: Powers) -> tuple[float, ...]:
 
 
 def power_key(power: float | int) -> str:
-    """Under which key of the cache a power is."""
+    """Return the cache key of a power."""
     short = f"{float(power):g}"
     return short if float(short) == power else repr(float(power))
 
 
-def cached_entry(cache: Mapping[str, Any] | None, key: str, name: str) -> Any:
-    """Return an entry of the cache of the block of this name."""
+def cached_entry(cache: Cache | None, key: str, name: str) -> PyTree:
+    """Return an entry of the cache of the block of this name; raise an error if it is missing."""
     if key not in (cache or {}):
         raise ValueError(
-            f"curvax: the block {name} has {key!r} not in its cache, only {sorted(cache or {})}. "
-            f"Call update_cache with it first; in a loop, whose state keeps its structure, say so "
-            f"when the state is made (init), too."
+            f"curvax: {key!r} is not in the cache of the block {name}, which has "
+            f"{sorted(cache or {})}. Call update_cache with it first; in a loop, whose carry keeps "
+            f"its structure, pass it to init, too."
         )
     return (cache or {})[key]
 
 
-# The state of a block: a pytree whose fields can be replaced, with a cache of powers.
+# The state of a block: a pytree with replaceable fields, one of them the cache.
 
 
 @dataclass
 class BlockState:
-    """What a block keeps. A class that extends it is made a dataclass and a pytree."""
+    """The state of a block. Subclasses become dataclasses and pytrees."""
 
-    cache: dict[str, Any] | None
+    cache: Cache | None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -169,34 +223,71 @@ jax.tree_util.register_dataclass(BlockState)
 
 
 Statistics = Mapping[Hashable, Statistic]
-"""What is summed at a place. What has the same key at several places is added up."""
+"""The statistics of one use of a layer. Those with the same key at several uses are added."""
 
 
 class CurvatureBlock(abc.ABC):
-    """The curvature of the parameters of one layer, as a matrix that is never formed.
+    """The curvature of the parameters of one layer, as a matrix that is not formed.
 
-    To make a class of your own, extend one of those that curvax has, and override
-    `update_curvature_matrix_estimate`. Or extend this one, with a class `State` that extends
-    `CurvatureBlock.State`.
+    To write a block, subclass one of curvax's and override either how the estimate follows from its
+    statistics (`estimate`), or the entire update (`update_curvature_matrix_estimate`), which can
+    transform the inputs and cotangents of the layer before it calls `super()`. To keep more than
+    the base class does, add a nested class `State` that extends that of the base class, and extend
+    `_initial_fields`. A new representation subclasses `CurvatureBlock` itself and implements
+    `statistics`, `terms`, `estimate`, `with_cache`, `_multiply_matpower` and `_eigenvalues`.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+
+    Examples:
+        A diagonal block with one number per parameter, and a Kronecker-factored block that clips
+        cotangents. The former computes its statistics inside the backward pass; the latter is
+        passed the inputs and cotangents of its layer.
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> class Averaged(curvax.DenseDiagonal):
+        ...     def estimate(self, terms, uses, batch_size):
+        ...         diagonals = super().estimate(terms, uses, batch_size)
+        ...         return [jnp.full_like(x, jnp.mean(x)) for x in diagonals]
+        >>> class Clipped(curvax.DenseTwoKroneckerFactored):
+        ...     def update_curvature_matrix_estimate(self, state, estimation_data, *args):
+        ...         (cotangent,) = estimation_data["outputs_tangents"]
+        ...         data = {**estimation_data, "outputs_tangents": (jnp.clip(cotangent, -1, 1),)}
+        ...         return super().update_curvature_matrix_estimate(state, data, *args)
+        >>> def model(w, x):
+        ...     return curvax.register_normal_predictive_distribution(x @ w, variance=0.25)
+        >>> def curvature(block):
+        ...     args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        ...     key, blocks = jax.random.key(0), {"dense": block}
+        ...     estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        ...     state = estimator.update_curvature_matrix_estimate(
+        ...         estimator.init(key, args, None, None), 0.0, 1.0, 2, key, args, None, "ggn_exact"
+        ...     )
+        ...     return estimator.to_dense_matrix(state)
+        >>> curvature(Averaged)
+        Array([[30.,  0.],
+               [ 0., 30.]], dtype=float32)
+        >>> curvature(Clipped)  # Without the class: four times as much.
+        Array([[ 5.,  7.],
+               [ 7., 10.]], dtype=float32)
     """
 
-    State: ClassVar[Any] = BlockState
+    State: ClassVar[type[BlockState]] = BlockState
 
     sums_batch: ClassVar[bool] = False
-    """Whether its terms are of the sum over the whole batch, and not sums over examples."""
+    """Whether its terms are functions of the batch gradient, not sums over examples."""
 
     splits_parts: ClassVar[bool] = False
-    """Whether parts that are cut out of a parameter have blocks of their own."""
+    """Whether slices of a parameter that are used separately get separate blocks."""
 
     has_own_update: ClassVar[bool] = False
-    """Whether a user's class overrides `update_curvature_matrix_estimate`."""
+    """Whether the class overrides `update_curvature_matrix_estimate`."""
 
     has_own_cache: ClassVar[bool] = False
-    """Whether a user's class overrides `update_cache`."""
+    """Whether the class overrides `update_cache`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -204,7 +295,7 @@ class CurvatureBlock(abc.ABC):
         cls.has_own_update = getattr(cls, update) is not getattr(base, update)
         cls.has_own_cache = cls.update_cache is not base.update_cache
 
-    def __init__(self, layer_tag_eq: Any, name: str) -> None:
+    def __init__(self, layer_tag_eq: TagEquation, name: str) -> None:
         self._equation = LayerEquation.of(layer_tag_eq)
         self.name = name
 
@@ -212,29 +303,29 @@ class CurvatureBlock(abc.ABC):
         return f"{type(self).__name__}({self.name!r}, {self.parameters_shapes})"
 
     @property
-    def layer_tag_primitive(self) -> Any:
+    def layer_tag_primitive(self) -> LayerTag:
         """The tag of the layer."""
         return self._equation.primitive
 
     @property
     def uses(self) -> tuple[LayerUse, ...]:
-        """The places of the layer in the program that the block was made for."""
+        """The uses of the layer in the program that the block was made for."""
         return self._equation.uses
 
     @property
-    def parameter_variables(self) -> tuple[Any, ...]:
+    def parameter_variables(self) -> tuple[Variable, ...]:
         """The variables of the parameters in the equation of the tag."""
         tag = self.layer_tag_primitive
         return tuple(self._equation.invars[tag.num_outputs + tag.num_inputs :])
 
     @property
     def outputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the outputs of the layer, examples first, in each step of a loop."""
+        """The shapes of the layer's outputs in one step of its loops, batch axis first."""
         return self._shapes(is_output=True)
 
     @property
     def inputs_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the inputs of the layer, examples first, in each step of a loop."""
+        """The shapes of the layer's inputs in one step of its loops, batch axis first."""
         return self._shapes(is_output=False)
 
     @property
@@ -243,41 +334,41 @@ class CurvatureBlock(abc.ABC):
         return self._equation.param_shapes
 
     @property
-    def parameters_dtypes(self) -> tuple[Any, ...]:
+    def parameters_dtypes(self) -> tuple[jnp.dtype, ...]:
         """The dtypes of the parameters."""
         return self._equation.dtypes
 
     @property
     def parameters_canonical_order(self) -> tuple[int, ...]:
-        """The places of the parameters in the order in which the function has them.
+        """The permutation of the layer's parameters into the order of the function's parameters.
 
-        So they follow each other in `jax.flatten_util.ravel_pytree`, and in `to_dense_matrix`.
+        That is their order in `jax.flatten_util.ravel_pytree` and in `to_dense_matrix`.
         """
         params = self._equation.uses[0].params
         return tuple(sorted(range(len(params)), key=lambda k: params[k].index))
 
     @property
     def layer_tag_extra_params(self) -> dict[str, Any]:
-        """Return the parameters of the layer's tag, without its arrays."""
+        """The static parameters of the layer's tag."""
         return self._equation.params
 
     @property
     def number_of_parameters(self) -> int:
-        """How many arrays the parameters are."""
+        """The number of parameter arrays."""
         return len(self.parameters_shapes)
 
     @property
     def dim(self) -> int:
-        """How many elements the parameters have together."""
+        """The total number of elements of the parameters."""
         return sum(math.prod(shape) for shape in self.parameters_shapes)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """The dtype of the estimates."""
         return wide(*self._equation.dtypes)
 
     def flattened(self, arrays: Sequence[Array]) -> Array:
-        """Arrays like the parameters, as one vector."""
+        """Concatenate arrays like the parameters into one vector."""
         return jnp.concatenate([x.reshape(-1) for x in arrays])
 
     def unflattened(self, vector: Array) -> tuple[Array, ...]:
@@ -287,7 +378,7 @@ class CurvatureBlock(abc.ABC):
         return tuple(x.reshape(s) for x, s in zip(parts, self.parameters_shapes, strict=True))
 
     def _shapes(self, *, is_output: bool) -> tuple[tuple[int, ...], ...]:
-        """The shapes of inputs or outputs, as `estimation_data` has them."""
+        """Return the shapes that inputs or outputs have in `estimation_data`, without loop axes."""
         first = replace(self._equation.uses[0], loops=())
         in_model = lambda x: first.as_in_model(x, is_output)
         arrays = first.outputs if is_output else first.inputs
@@ -303,40 +394,40 @@ class CurvatureBlock(abc.ABC):
 
     @property
     def cache_work(self) -> float:
-        """How much there is to do to update the cache, in some unit."""
+        """The relative cost of a cache update, for balancing blocks over devices."""
         return float(self.dim)
 
     @property
     def multiply_work(self) -> float:
-        """How much there is to do to multiply a vector, in some unit."""
+        """The relative cost of a product with a vector, for balancing blocks over devices."""
         return float(self.dim)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What there is to know about the approximation; empty if it is as one would expect."""
+        """How the approximation differs from what its class promises; empty if it does not."""
         return ()
 
-    def scale(self, state: Any, use_cache: bool) -> ArrayLike:
-        """What the representation is multiplied with.
+    def scale(self, state: BlockState, use_cache: bool) -> ArrayLike:
+        """Return the number that multiplies the representation.
 
         Arguments:
-            state: the state of the block.
-            use_cache: whether that is asked for cached values, which have the part that depends on
-                the state in them already.
+            state: State of the block.
+            use_cache: Whether the number multiplies cached values. These include the
+                state-dependent scale already, so that it is left out.
 
         Returns:
-            A number.
+            A scalar.
         """
         if use_cache:
             return self.fixed_scale()
         return self.fixed_scale() * self.state_dependent_scale(state)
 
     def fixed_scale(self) -> ArrayLike:
-        """The part of the scale that is always the same."""
+        """Return the factor of the scale that is constant."""
         return 1.0
 
-    def state_dependent_scale(self, state: Any) -> ArrayLike:
-        """The part of the scale that depends on the estimate."""
+    def state_dependent_scale(self, state: BlockState) -> ArrayLike:
+        """Return the factor of the scale that depends on the estimate."""
         del state
         return 1.0
 
@@ -346,15 +437,15 @@ class CurvatureBlock(abc.ABC):
         exact_powers_to_cache: Powers,
         approx_powers_to_cache: Powers,
         cache_eigenvalues: bool,
-    ) -> Any:
-        """The state of a block that has seen nothing yet.
+    ) -> BlockState:
+        """Return the initial state of a block, with empty averages.
 
         Arguments:
-            rng: a key, for blocks that begin at random.
-            exact_powers_to_cache: which exact powers `update_cache` will be asked for. In a loop,
-                whose state keeps its structure, all must be named here.
-            approx_powers_to_cache: which approximate ones.
-            cache_eigenvalues: whether it will be asked for eigenvalues.
+            rng: A random key, for blocks with random initial states.
+            exact_powers_to_cache: Exact powers that `update_cache` will compute. In a loop, whose
+                carry keeps its structure, all of them must be given here.
+            approx_powers_to_cache: Approximate powers that `update_cache` will compute.
+            cache_eigenvalues: Whether `update_cache` will compute eigenvalues.
 
         Returns:
             The state.
@@ -363,43 +454,43 @@ class CurvatureBlock(abc.ABC):
         state = self.State(cache={}, **self._initial_fields())
         options = (1.0, exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues)
 
-        def cache() -> Any:
+        def cache() -> Cache | None:
             wanted = self.refresh(*options)
             zeros = lambda task: task.zeros() if isinstance(task, MatrixTask) else task
             results = jax.tree.map(zeros, self.cache_requests(state, wanted))
             return self.with_cache(state, results, wanted).cache
 
-        # The cache that an update makes, with zeros in it.
+        # The entries that `update_cache` makes, as zeros.
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cache))
         return replace(state, cache=empty)
 
     def multiply_matpower(
         self,
-        state: Any,
+        state: BlockState,
         vector: Sequence[Array],
         identity_weight: ArrayLike,
         power: float | int,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
-        """`(matrix + identity_weight * identity) ** power` times a vector.
+        """Multiply a vector by `(matrix + identity_weight * identity) ** power`.
 
         Arguments:
-            state: the state of the block.
-            vector: arrays like the parameters.
-            identity_weight: what is added to the diagonal. What is cached may have another one in
-                it, that of the last `update_cache`.
-            power: any real number.
-            exact_power: whether the power is that of this matrix, and not that of an approximation
-                that is cheaper.
-            use_cached: whether to use what `update_cache` computed last. The first power is
+            state: State of the block.
+            vector: Arrays like the parameters.
+            identity_weight: Multiple of the identity that is added. Cached powers contain that of
+                the last `update_cache` instead.
+            power: Any real number.
+            exact_power: Whether the power is that of this matrix. Otherwise it may be that of a
+                cheaper approximation.
+            use_cached: Whether to use what the last `update_cache` computed. The first power is
                 computed if it is not cached.
 
         Returns:
             Arrays like the parameters.
 
         Raises:
-            ValueError: if the vector is not like the parameters, or that power is not cached.
+            ValueError: If the vector is not like the parameters, or the power is not cached.
         """
         self._check_vector(vector)
         use_cached = use_cached and (power != 1 or self.is_cached(state, power, exact_power))
@@ -413,62 +504,97 @@ class CurvatureBlock(abc.ABC):
 
     def multiply(
         self,
-        state: Any,
+        state: BlockState,
         vector: Sequence[Array],
         identity_weight: ArrayLike,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
-        """`matrix + identity_weight * identity` times a vector; see `multiply_matpower`."""
+        """Multiply a vector by `matrix + identity_weight * identity`.
+
+        Equal to `multiply_matpower` with `power=1`.
+
+        Arguments:
+            state: State of the block.
+            vector: Arrays like the parameters.
+            identity_weight: Multiple of the identity that is added.
+            exact_power: Whether the product is with this matrix. Otherwise it may be with a cheaper
+                approximation.
+            use_cached: Whether to use what the last `update_cache` computed, if it is cached.
+
+        Returns:
+            Arrays like the parameters.
+
+        Raises:
+            ValueError: If the vector is not like the parameters.
+        """
         return self.multiply_matpower(state, vector, identity_weight, 1, exact_power, use_cached)
 
     def multiply_inverse(
         self,
-        state: Any,
+        state: BlockState,
         vector: Sequence[Array],
         identity_weight: ArrayLike,
         exact_power: bool,
         use_cached: bool,
     ) -> tuple[Array, ...]:
-        """The inverse of `matrix + identity_weight * identity` times a vector."""
-        return self.multiply_matpower(state, vector, identity_weight, -1, exact_power, use_cached)
+        """Multiply a vector by the inverse of `matrix + identity_weight * identity`.
 
-    def eigenvalues(self, state: Any, use_cached: bool) -> Array:
-        """The eigenvalues of the matrix, in no order.
+        Equal to `multiply_matpower` with `power=-1`.
 
         Arguments:
-            state: the state of the block.
-            use_cached: whether to use what `update_cache` computed last.
+            state: State of the block.
+            vector: Arrays like the parameters.
+            identity_weight: Multiple of the identity that is added. A cached inverse contains that
+                of the last `update_cache` instead.
+            exact_power: Whether the inverse is that of this matrix. Otherwise it may be that of a
+                cheaper approximation.
+            use_cached: Whether to use what the last `update_cache` computed.
 
         Returns:
-            As many numbers as the parameters have elements.
+            Arrays like the parameters.
 
         Raises:
-            ValueError: if they are not cached.
+            ValueError: If the vector is not like the parameters, or the inverse is not cached.
+        """
+        return self.multiply_matpower(state, vector, identity_weight, -1, exact_power, use_cached)
+
+    def eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
+        """Compute the eigenvalues of the matrix, in no particular order.
+
+        Arguments:
+            state: State of the block.
+            use_cached: Whether to use what the last `update_cache` computed.
+
+        Returns:
+            A vector of length `dim`.
+
+        Raises:
+            ValueError: If they are not cached.
         """
         values = self._eigenvalues(state, use_cached)
         return values * jnp.asarray(self.scale(state, use_cached)).astype(values.dtype)
 
     def update_cache(
         self,
-        state: Any,
+        state: BlockState,
         identity_weight: ArrayLike,
         exact_powers: Powers,
         approx_powers: Powers,
         eigenvalues: bool,
-    ) -> Any:
-        """Compute powers and eigenvalues of the estimate as it is now, to be used from now on.
+    ) -> BlockState:
+        """Compute powers and eigenvalues of the current estimate and put them into the cache.
 
         Arguments:
-            state: the state of the block.
-            identity_weight: what is added to the diagonal before a power is taken.
-            exact_powers: which exact powers.
-            approx_powers: which approximate ones.
-            eigenvalues: whether the eigenvalues too.
+            state: State of the block.
+            identity_weight: Multiple of the identity that is added before a power is taken.
+            exact_powers: Exact powers to compute.
+            approx_powers: Approximate powers to compute.
+            eigenvalues: Whether to compute the eigenvalues.
 
         Returns:
-            The state with these in its cache. What was not there before, as `init` was not told of
-            it, is a further entry: a state of another structure.
+            The state with a new cache. Entries that were not announced to `init` are added, which
+            changes the structure of the state.
         """
         wanted = self.refresh(identity_weight, exact_powers, approx_powers, eigenvalues)
         results = run_matrix_tasks(self.cache_requests(state, wanted))
@@ -477,55 +603,55 @@ class CurvatureBlock(abc.ABC):
     def refresh(
         self, identity_weight: ArrayLike, exact: Powers, approx: Powers, eigenvalues: bool
     ) -> Refresh:
-        """Return what `update_cache` with these arguments computes, without the fixed scale."""
+        """Return what `update_cache` computes with these arguments, without the fixed scale."""
         weight = jnp.asarray(identity_weight) / self.fixed_scale()
         return Refresh(weight, powers_of(exact), powers_of(approx), eigenvalues)
 
-    def cache_requests(self, state: Any, wanted: Refresh) -> PyTree:
+    def cache_requests(self, state: BlockState, wanted: Refresh) -> PyTree:
         """Return the tasks whose results `with_cache` needs, for `run_matrix_tasks`."""
         del state, wanted
         return ()
 
     @abc.abstractmethod
-    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+    def with_cache(self, state: BlockState, results: PyTree, wanted: Refresh) -> BlockState:
         """Return the state with a new cache, from the results of `cache_requests`."""
 
-    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
-        """Return whether a power can be had from the cache."""
+    def is_cached(self, state: BlockState, power: float | int, exact_power: bool) -> bool:
+        """Return whether the cache contains a power, or what it follows from."""
         del exact_power
         return power_key(power) in (state.cache or {})
 
     def update_curvature_matrix_estimate(
         self,
-        state: Any,
-        estimation_data: Mapping[str, Any],
+        state: BlockState,
+        estimation_data: EstimationData,
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
-    ) -> Any:
-        """Update the estimate with what happened at the layer.
+    ) -> BlockState:
+        """Update the estimate from the inputs and cotangents of the layer.
 
-        A class that overrides this may change `inputs` and `outputs_tangents` (or those of each
-        place, in `uses`) and call `super()`: what is passed is used. Arrays of another shape are
-        (examples, *positions, *features), with axes for stacked layers in front; convolutions may
-        have another number of examples only. Blocks of the gradient of the whole batch, such as
-        `NaiveDiagonal`, take `params_tangents` if these were changed.
+        A subclass may change `inputs` and `outputs_tangents` (or those of each use, in `sites`) and
+        call `super()`, which uses what it is passed. Arrays of another shape are read as
+        (examples, *positions, *features), with leading axes for stacked layers. Of convolutions,
+        only the number of examples may change. Blocks that are estimated from the gradient of the
+        whole batch, such as `NaiveDiagonal`, use `params_tangents` if these were changed.
 
         Arguments:
-            state: the state of the block.
-            estimation_data: what `layer_tags_vjp` returns for the layer, with an axis for the
+            state: State of the block.
+            estimation_data: What `layer_tags_vjp` returns for the layer, with an axis for the
                 positions of each example where it has several.
-            ema_old: what the estimate so far is multiplied with.
-            ema_new: the weight of the new one.
-            batch_size: the number of examples.
-            pmap_axis_name: the name of a mapped axis to average over, if there is one.
+            ema_old: Factor of the current estimate.
+            ema_new: Weight of the new estimate.
+            batch_size: Number of examples.
+            pmap_axis_name: Name of a mapped axis to average the estimate over, or None.
 
         Returns:
             The state with the new estimate.
 
         Raises:
-            ValueError: if data that were changed contradict the layer, each other or `batch_size`.
+            ValueError: If changed data contradict the layer, each other or `batch_size`.
         """
         uses, arrays = data_of_uses(self, estimation_data, batch_size)
         sums = sums_of_data(self, state, estimation_data, uses, arrays)
@@ -534,30 +660,31 @@ class CurvatureBlock(abc.ABC):
 
     def update_averages(
         self,
-        state: Any,
+        state: BlockState,
         terms: Sums,
         uses: Sequence[LayerUse],
         ema_old: ArrayLike,
         ema_new: ArrayLike,
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
-    ) -> Any:
-        """Return the state with what `estimate` makes of a sum of terms in its averages.
+    ) -> BlockState:
+        """Return the state with its moving averages updated by the estimate from these terms.
 
-        The mean over devices is finite if it is on all of them, so all update theirs, or none.
+        The mean over devices is finite only if it is on each of them, so all devices update their
+        averages, or none does.
         """
         estimates = self.estimate_here(terms, uses, batch_size, pmap_axis_name)
         if pmap_axis_name is not None:
             estimates = lax.pmean(estimates, pmap_axis_name)
-        # One answer: all are of the same batches.
+        # One flag for all averages, because they come from the same batch.
         finite = all_finite(self.finiteness_probe(estimates))
-        # A class that extends ours may keep further averages, after these.
+        # A subclass may keep further averages after these.
         pairs = zip(self.averages(state), estimates, strict=False)
         new = iter([old.updated(x, ema_old, ema_new, is_finite=finite) for old, x in pairs])
         replaced = lambda x: next(new, x) if _is_average(x) else x
         return jax.tree.map(replaced, state, is_leaf=_is_average)
 
-    def averages(self, state: Any) -> list[WeightedMovingAverage]:
+    def averages(self, state: BlockState) -> list[WeightedMovingAverage]:
         """Return the moving averages in the state, in the order of its fields."""
         return list(filter(_is_average, jax.tree.leaves(state, is_leaf=_is_average)))
 
@@ -568,64 +695,70 @@ class CurvatureBlock(abc.ABC):
         batch_size: ArrayLike,
         axis_name: str | None,
     ) -> Sequence[Array]:
-        """As `estimate`, of the terms of one device; the mean over devices is that of all."""
+        """Compute the estimate from one device's terms.
+
+        The mean of the result over devices equals `estimate` of the mean of the terms.
+        """
         if axis_name is not None and not self.has_linear_estimates(uses):
             terms = lax.pmean(terms, axis_name)
         return self.estimate(terms, uses, batch_size)
 
     def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
-        """Return whether an estimate depends on which positions belong to one example."""
+        """Return whether the estimate depends on which positions belong to one example."""
         del uses
         return True
 
     def has_linear_estimates(self, uses: Sequence[LayerUse]) -> bool:
-        """Whether what `estimate` makes of a sum is the sum of what it makes of its parts."""
+        """Return whether `estimate` is linear in the terms."""
         del uses
         return True
 
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
-        """Return parts of estimates that are finite only if all is: diagonals of second moments."""
+        """Return parts of the estimates that are finite only if all is: diagonals of moments."""
         return estimates
 
     @abc.abstractmethod
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
-        """What is summed at one of the uses of the layer."""
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+        """Return what to sum over one of the uses of the layer."""
 
     @abc.abstractmethod
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
-        """Return what can be added up over passes, from the sums of one.
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+        """Return terms that can be added over passes, from the sums of one pass.
 
-        `sums` has a mapping from the keys of `statistics` in each of its fields.
+        Each field of `sums` is a mapping with the keys of `statistics`.
         """
 
     @abc.abstractmethod
     def estimate(
         self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
-        """What goes into each of the averages, from the sum of all terms."""
+        """Return a new value for each of the averages, from the sum of all terms."""
 
-    def _initial_fields(self) -> dict[str, Any]:
-        """Return what is in a state that has seen nothing yet, besides the cache."""
+    def _initial_fields(self) -> dict[str, PyTree]:
+        """Return the fields of the initial state, without the cache."""
         return {}
 
     @abc.abstractmethod
     def _multiply_matpower(
-        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+        self, state: BlockState, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        """As `multiply_matpower`, without `fixed_scale`, and without the scale unless cached."""
+        """Compute `multiply_matpower` without `fixed_scale`.
+
+        Products with cached powers include the state-dependent scale, other products do not.
+        """
 
     @abc.abstractmethod
-    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
-        """As `eigenvalues`, without the scale."""
+    def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
+        """Compute `eigenvalues` without the scale."""
 
-    def to_dense_matrix(self, state: Any) -> Array:
-        """Return the matrix, with rows and columns as `ravel_pytree` has the parameters."""
+    def to_dense_matrix(self, state: BlockState) -> Array:
+        """Return the matrix, with rows and columns in the order of `ravel_pytree`."""
         multiply = lambda x: self.multiply(state, self.unflattened(x), 0.0, True, False)
         identity = jnp.eye(self.dim, dtype=self.dtype)
         return self.ravelled(jax.vmap(lambda x: self.flattened(multiply(x)), out_axes=1)(identity))
 
     def ravelled(self, matrix: Array) -> Array:
-        """Return a matrix whose rows are as `flattened` has them, as `ravel_pytree` has them."""
+        """Permute rows and columns from the order of `flattened` to that of `ravel_pytree`."""
         order = self.parameters_canonical_order
         if order == tuple(range(len(order))):
             return matrix
@@ -633,12 +766,16 @@ class CurvatureBlock(abc.ABC):
         rows = self.flattened([each[k] for k in order])
         return matrix[rows[:, None], rows[None, :]]
 
-    def _cached(self, state: Any, key: str) -> Any:
+    def _cached(self, state: BlockState, key: str) -> PyTree:
         return cached_entry(state.cache, key, self.name)
 
-    def _with_entries(self, state: Any, entries: Mapping[str, Any]) -> Any:
+    def _with_entries(self, state: BlockState, entries: Mapping[str, PyTree]) -> BlockState:
         return replace(state, cache={**(state.cache or {}), **entries})
 
 
-def _is_average(x: Any) -> bool:
+BlockCtor: TypeAlias = Callable[[LayerEquation, str], CurvatureBlock]
+"""A constructor of blocks: a class, or a function of a layer and a name."""
+
+
+def _is_average(x: PyTree) -> bool:
     return isinstance(x, WeightedMovingAverage)

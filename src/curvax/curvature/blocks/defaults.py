@@ -1,10 +1,9 @@
-"""Which block a layer gets if nobody says otherwise, and how it is made."""
+"""The default blocks of layer tags, and the construction of blocks."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from curvax.curvature.blocks.base import CurvatureBlock, LayerEquation
+from curvax.curvature.blocks.base import BlockCtor, CurvatureBlock, LayerEquation
 from curvax.curvature.blocks.diagonal import NaiveDiagonal, ScaleAndShiftDiagonal
 from curvax.curvature.blocks.example_gradients import ExampleGradientBlock
 from curvax.curvature.blocks.kronecker import (
@@ -26,23 +25,21 @@ DEFAULT_BLOCKS: Mapping[str, type[CurvatureBlock]] = {
 }
 
 
-def default_block_ctor(tag_name: str) -> Callable[[Any, str], CurvatureBlock]:
-    """What makes the blocks of a tag, if nobody says which for a layer.
+def default_block_ctor(tag_name: str) -> BlockCtor:
+    """Return the constructor of blocks for a tag, for layers that the user chose no block for.
 
-    A model must be trainable as it is: of the blocks that curvax chooses itself, those that are
-    made of gradients of single examples make do without them. Their remarks say so.
+    Any model must be trainable without configuration. So the blocks that curvax chooses itself
+    approximate per-example gradients where these are not known; their remarks say so.
     """
     ctor = get_default_tag_to_block_ctor(tag_name)
-    own: Any = ctor
-    if ctor is DEFAULT_BLOCKS.get(tag_name) and issubclass(own, ExampleGradientBlock):
-        return functools.partial(ctor, allow_approximation=True)
+    default = DEFAULT_BLOCKS.get(tag_name)
+    if default is not None and ctor is default and issubclass(default, ExampleGradientBlock):
+        return functools.partial(default, allow_approximation=True)
     return ctor
 
 
-def make_block(
-    block_ctor: Callable[[Any, str], CurvatureBlock], equation: LayerEquation, name: str
-) -> CurvatureBlock:
-    """Make the block of a layer; one for each part, if it needs that."""
+def make_block(block_ctor: BlockCtor, equation: LayerEquation, name: str) -> CurvatureBlock:
+    """Make the block of a layer; a `SlicedParams` of blocks if its slices need separate ones."""
     if any(cut for use in equation.uses for cut in use.cuts):
         parts = SlicedParams(equation, name, block_ctor)
         if any(part.splits_parts for part in parts.parts):

@@ -1,26 +1,30 @@
 """Base classes of blocks that are estimated from per-example gradients, or from that of a batch.
 
-Where a layer is applied once to an example, squares or outer products of the gradients of its
-examples can be summed at once, some examples at a time. Where it is applied to an example at
-several places or in several steps of a loop, the gradient of the example is a sum over these, and
-the gradients of all examples are held until it is complete. The steps of a loop over examples are
-kept apart. Places that are about other examples (chunks of a batch, and what is left over) form
-groups of their own. Where it is not known which position belongs to which example, each counts as
-one.
+If a layer has one use per example, squares or outer products of per-example gradients are summed
+at that use, in chunks of examples. If it has several uses, or is used in several steps of a loop,
+the gradient of an example is a sum over these, and the gradients of all examples are held until
+their sums are complete. Steps of a loop over examples are not summed. Uses with different examples
+(chunks of a batch, and the remainder) form separate groups. Where it is not known which positions
+belong to one example, each position counts as an example.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import CurvatureBlock, Statistics, wide
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CurvatureBlock,
+    Statistics,
+    TagEquation,
+    wide,
+)
 from curvax.curvature.blocks.settings import get_max_parallel_elements
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
@@ -28,7 +32,7 @@ from curvax.layers.use import LayerUse, ScaleAndShiftUse, same_examples
 # Statistics of per-example gradients: their squares, or their outer products.
 
 Quadratic = Callable[[list[Array]], PyTree]
-"""Sums over examples of something quadratic in gradients: (examples, *shape) for each parameter."""
+"""Sums a quadratic function of per-example gradients, (examples, *shape) for each parameter."""
 
 
 @dataclass(frozen=True, order=True)
@@ -42,50 +46,65 @@ def gradient_statistics(
     use: LayerUse,
     uses: Sequence[LayerUse],
     quadratic: Quadratic,
-    on_whole: bool,
+    in_param_shapes: bool,
     dtype: jnp.dtype,
     max_elements: int | None = None,
 ) -> Statistics:
-    """What to sum at a use.
+    """Return what to sum over a use.
 
-    `on_whole` says that the quadratic is of gradients as the function has the parameters.
+    Arguments:
+        use: The use.
+        uses: All uses of the layer.
+        quadratic: A quadratic function of per-example gradients.
+        in_param_shapes: Whether `quadratic` takes gradients in the shapes of the function's
+            parameters. Otherwise it takes those of the parameters as used: sliced and rearranged.
+        dtype: The dtype to compute in.
+        max_elements: Maximum number of elements of per-example gradients to hold at once; None for
+            `get_max_parallel_elements()`.
     """
     (group,) = [group for group in _groups(uses) if use in group]
-    if _is_held(group, on_whole):
+    if _is_held(group, in_param_shapes):
         key = GradientsAt(uses.index(_first_of_form(use, group)))
         compute = lambda x, g: use.gradients(x[0], g[0].astype(dtype))
-        return {key: Statistic(compute, reduce=tuple(not own for own in use.example_loops))}
+        reduce = tuple(not over_examples for over_examples in use.example_loops)
+        return {key: Statistic(compute, reduce=reduce)}
 
     def summed(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
         (x,), (g,) = inputs, cotangents
-        whole = jax.vmap(use.put) if on_whole else lambda gradients: gradients
-        compute = lambda x, g: quadratic(whole(use.gradients_by_example(x, g)))
+        put = jax.vmap(use.put) if in_param_shapes else lambda gradients: gradients
+        compute = lambda x, g: quadratic(put(use.gradients_by_example(x, g)))
         return _in_chunks(use, compute, x, g.astype(dtype), max_elements)
 
     return {GradientsAt(uses.index(use)): Statistic(summed)}
 
 
 def gradient_terms(
-    sums: Sums, uses: Sequence[LayerUse], quadratic: Quadratic, on_whole: bool
+    sums: Sums, uses: Sequence[LayerUse], quadratic: Quadratic, in_param_shapes: bool
 ) -> PyTree:
-    """Sums over all uses and examples.
+    """Return the sum of the quadratic over all uses and examples, from the sums of each use.
 
-    If the quadratic is not `on_whole`, it returns one array for each parameter.
+    Arguments:
+        sums: The sums of the statistics that `gradient_statistics` returns.
+        uses: All uses of the layer.
+        quadratic: A quadratic function of per-example gradients. If it is not `in_param_shapes`, it
+            returns one array for each parameter.
+        in_param_shapes: Whether `quadratic` takes gradients in the shapes of the function's
+            parameters.
     """
     found = lambda use: sums.of_cotangents[GradientsAt(uses.index(use))]
     terms = []
     for group in _groups(uses):
-        if _is_held(group, on_whole):
+        if _is_held(group, in_param_shapes):
             firsts = [use for use in group if _first_of_form(use, group) is use]
             terms.append(quadratic(_sum([_put_examples(use, found(use)) for use in firsts])))
         else:
             (use,) = group
-            terms.append(found(use) if on_whole else use.put(found(use)))
+            terms.append(found(use) if in_param_shapes else use.put(found(use)))
     return _sum(terms)
 
 
 def why_inexact(uses: Sequence[LayerUse]) -> str:
-    """Why the gradients of single examples are not known; "" if they are."""
+    """Return why per-example gradients are not known; "" if they are."""
     if uses[0].uncovered:
         return uses[0].remark_on_coverage
     groups = _known_groups(uses)
@@ -95,46 +114,49 @@ def why_inexact(uses: Sequence[LayerUse]) -> str:
 
 
 def remarks_on_examples(uses: Sequence[LayerUse]) -> tuple[str, ...]:
-    """What to know where gradients of single examples are not known: what is done instead."""
+    """Return how per-example gradients are approximated, if they are not known."""
     why = why_inexact(uses)
     if not why:
         return ()
     if uses[0].uncovered:
         return (why,)
     if any(use.examples.unknown for use in uses):
-        return (f"{why}: each position counts as an example of its own",)
+        return (f"{why}: each position counts as a separate example",)
     if isinstance(_known_groups(uses), str):
-        return (f"{why}: each place counts on its own",)
+        return (f"{why}: each use counts separately",)
     return (f"{why}: gradients of different ones are taken to be independent",)
 
 
 def _known_groups(uses: Sequence[LayerUse]) -> list[list[LayerUse]] | str:
-    """The uses that are about the same examples, together; or why that is not known."""
+    """Group the uses that have the same examples; return a reason if these are not known."""
     pairs = [zip(use.stacked, use.example_loops, strict=True) for use in uses]
-    if any(has and own for each in pairs for has, own in each):
+    if any(is_stacked and over_examples for each in pairs for is_stacked, over_examples in each):
         return "examples unknown: a loop takes other parameters for each of them"
     groups = same_examples([use.examples for use in uses])
     if isinstance(groups, str):
         return groups
-    return [[uses[number] for number in group] for group in groups.values()]
+    return [[uses[index] for index in group] for group in groups.values()]
 
 
 def _groups(uses: Sequence[LayerUse]) -> list[list[LayerUse]]:
-    """The uses that are about the same examples, together; all apart if that is not known."""
+    """Group the uses that have the same examples; each use by itself if these are not known."""
     groups = _known_groups(uses)
     return [[use] for use in uses] if isinstance(groups, str) else groups
 
 
-def _is_held(group: Sequence[LayerUse], on_whole: bool) -> bool:
-    """Whether gradients of all examples are held until all places have added to them."""
+def _is_held(group: Sequence[LayerUse], in_param_shapes: bool) -> bool:
+    """Return whether per-example gradients are held until all uses and steps have added to them."""
     use = group[0]
     loops = zip(use.lengths, use.stacked, use.example_loops, strict=True)
-    has_steps = any(n > 1 and not has and not own for n, has, own in loops)
-    return len(group) > 1 or has_steps or (on_whole and bool(use.stack))
+    has_steps = any(
+        length > 1 and not is_stacked and not over_examples
+        for length, is_stacked, over_examples in loops
+    )
+    return len(group) > 1 or has_steps or (in_param_shapes and bool(use.stack))
 
 
 def _first_of_form(use: LayerUse, group: Sequence[LayerUse]) -> LayerUse:
-    """The first use that uses the parameters in the same form."""
+    """Return the first use of the group that has the parameters in the same form."""
     form = lambda s: (
         (s.stack, s.stacked, s.cuts, s.slice_shapes, [p.arrangement for p in s.params]),
         (s.lengths, s.example_loops, s.num_examples),
@@ -143,17 +165,18 @@ def _first_of_form(use: LayerUse, group: Sequence[LayerUse]) -> LayerUse:
 
 
 def _put_examples(use: LayerUse, gradients: Sequence[Array]) -> list[Array]:
-    """Gradients of examples in the shapes of the parameters, with an axis for examples in front."""
-    # In front are axes for the loops that take slices of parameters, or are over examples.
-    loops = [own for has, own in zip(use.stacked, use.example_loops, strict=True) if has or own]
-    over_examples = [axis for axis, own in enumerate(loops) if own]
+    """Return per-example gradients in the shapes of the parameters, with a leading example axis."""
+    # There is a leading axis for each loop that takes slices of parameters or is over examples.
+    loops = zip(use.stacked, use.example_loops, strict=True)
+    axes_are_examples = [over for is_stacked, over in loops if is_stacked or over]
+    example_axes = [axis for axis, is_examples in enumerate(axes_are_examples) if is_examples]
 
-    def with_examples_in_front(x: Array) -> Array:
-        axes = (*over_examples, len(loops))
+    def with_leading_examples(x: Array) -> Array:
+        axes = (*example_axes, len(axes_are_examples))
         x = jnp.moveaxis(x, axes, range(len(axes)))
         return x.reshape(-1, *x.shape[len(axes) :])
 
-    return jax.vmap(use.put)([with_examples_in_front(x) for x in gradients])
+    return jax.vmap(use.put)([with_leading_examples(x) for x in gradients])
 
 
 def _sum(terms: Sequence[PyTree]) -> PyTree:
@@ -167,12 +190,12 @@ def _in_chunks(
     g: Array,
     max_elements: int | None,
 ) -> PyTree:
-    """The sum over examples, as many at a time as may be held."""
+    """Sum over examples, in chunks of at most `max_elements` elements of gradients."""
     xs, gs = use.by_example(x, False), use.by_example(g, True)
-    number = xs.shape[0]
+    num_examples = xs.shape[0]
     dim = max(sum(map(math.prod, use.slice_shapes)), 1)
-    size = min(number, max(1, (max_elements or get_max_parallel_elements()) // dim))
-    full = number // size
+    size = min(num_examples, max(1, (max_elements or get_max_parallel_elements()) // dim))
+    full = num_examples // size
     parts = [y[: full * size].reshape(full, size, *y.shape[1:]) for y in (xs, gs)]
     if full == 1:
         total = compute(parts[0][0], parts[1][0])
@@ -182,24 +205,27 @@ def _in_chunks(
         )
         step = lambda total, part: (jax.tree.map(jnp.add, total, compute(*part)), None)
         total, _ = lax.scan(step, zeros, tuple(parts))
-    if full * size < number:
+    if full * size < num_examples:
         rest = compute(xs[full * size :], gs[full * size :])
         total = jax.tree.map(jnp.add, total, rest)
     return total
 
 
 class ExampleGradientBlock(CurvatureBlock):
-    """A block that is made of gradients of single examples, and refuses to be made of others.
+    """A block that is estimated from per-example gradients.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        allow_approximation: whether to make do where these are not known: each position counts as
-            an example if it is not known which positions belong to one, and examples that interact
-            are taken to be independent. The `remarks` then say so. Otherwise that is an error.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error. If it is not known which positions belong to one example,
+            each position counts as one. Examples that interact are taken to be independent. The
+            `remarks` say so.
     """
 
-    def __init__(self, layer_tag_eq: Any, name: str, *, allow_approximation: bool = False) -> None:
+    def __init__(
+        self, layer_tag_eq: TagEquation, name: str, *, allow_approximation: bool = False
+    ) -> None:
         super().__init__(layer_tag_eq, name)
         self._allows_approximation = allow_approximation
         if not self.has_own_update:
@@ -210,7 +236,7 @@ class ExampleGradientBlock(CurvatureBlock):
         return remarks_on_examples(self._equation.uses)
 
     def check_examples(self, uses: Sequence[LayerUse]) -> None:
-        """Refuse places at which the gradients of single examples are not known."""
+        """Raise an error if per-example gradients are not known and may not be approximated."""
         why = why_inexact(uses)
         if not why or not self.needs_examples(uses) or self._allows_approximation:
             return
@@ -219,8 +245,8 @@ class ExampleGradientBlock(CurvatureBlock):
         raise ValueError(
             f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
             f"needs per-example gradients, which are not known here. Use curvax.{other}, which "
-            f"does without them, or functools.partial(curvax.{type(self).__name__}, "
-            f"allow_approximation=True), which makes do and is not exact."
+            f"does not need them, or functools.partial(curvax.{type(self).__name__}, "
+            f"allow_approximation=True), which approximates them."
         )
 
 
@@ -230,15 +256,24 @@ _NEEDS_NO_EXAMPLES = {
     "conv_tag": "ConvTwoKroneckerFactored",
     "embedding_tag": "EmbeddingTwoKroneckerFactored",
 }
-"""Blocks that do not have to know which examples there are, by tag."""
+"""Blocks that do not need per-example gradients, by tag."""
 
 
 class ChunkedExampleGradientBlock(ExampleGradientBlock):
-    """A block that computes the gradients of some examples at a time."""
+    """A block that computes per-example gradients in chunks of a given size.
+
+    Arguments:
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        max_elements_for_vmap: Maximum number of elements of per-example gradients to hold at once;
+            None for `get_max_parallel_elements()`.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error.
+    """
 
     def __init__(
         self,
-        layer_tag_eq: Any,
+        layer_tag_eq: TagEquation,
         name: str,
         max_elements_for_vmap: int | None = None,
         *,
@@ -249,12 +284,12 @@ class ChunkedExampleGradientBlock(ExampleGradientBlock):
 
     @property
     def max_elements_for_vmap(self) -> int | None:
-        """How many elements of gradients of examples to hold at once."""
+        """Maximum number of elements of per-example gradients to hold at once, or None."""
         return self.max_elements
 
 
 class ScaleAndShiftBlock(CurvatureBlock):
-    """A block of a layer that scales and shifts."""
+    """A block of a scale-and-shift layer."""
 
     @property
     def has_scale(self) -> bool:
@@ -268,7 +303,7 @@ class ScaleAndShiftBlock(CurvatureBlock):
 
 
 class BatchGradientBlock(CurvatureBlock):
-    """A block that is estimated from the gradient of the whole batch alone."""
+    """A block that is estimated from the gradient of the batch, without per-example gradients."""
 
     sums_batch = True
 
@@ -280,26 +315,26 @@ class BatchGradientBlock(CurvatureBlock):
     def remarks(self) -> tuple[str, ...]:
         return ("only the gradient of all examples together is known: estimates are noisy",)
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
         del state
-        if not use.is_known:  # The pass itself has the gradient.
+        if not use.is_known:  # The backward pass returns the gradient itself.
             return {}
         return {GradientsAt(uses.index(use)): _batch_gradient(use, self.dtype)}
 
     def total_gradient(self, sums: Sums, uses: Sequence[LayerUse]) -> list[Array]:
-        """Return the gradient of all examples and uses, in the shapes of the parameters.
+        """Return the gradient of the batch over all uses, in the shapes of the parameters.
 
-        The sums are those of each use, or the gradient itself.
+        `sums.of_cotangents` is a mapping with the sums of each use, or the gradient itself.
         """
         found = sums.of_cotangents
         if not isinstance(found, dict):
             return [x.astype(wide(x.dtype)) for x in found]
-        each = [use.put(found[GradientsAt(number)]) for number, use in enumerate(uses)]
+        each = [use.put(found[GradientsAt(index)]) for index, use in enumerate(uses)]
         return [functools.reduce(jnp.add, xs) for xs in zip(*each, strict=True)]
 
 
 def _batch_gradient(use: LayerUse, dtype: jnp.dtype) -> Statistic:
-    """The gradient of all examples at a use, with the parameters as the use has them."""
+    """Return the statistic that sums the gradient of the batch over a use."""
     if use.kind == "generic_tag":
         return Statistic(lambda _, g: [g[0].astype(dtype)], "cotangents")
 

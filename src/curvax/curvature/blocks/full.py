@@ -1,8 +1,8 @@
-"""Blocks that keep the whole matrix."""
+"""Full blocks: the dense curvature matrix of a layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -13,6 +13,7 @@ from curvax.curvature.blocks.base import (
     MatrixPower,
     Refresh,
     Statistics,
+    TagEquation,
     power_key,
 )
 from curvax.curvature.blocks.example_gradients import (
@@ -32,39 +33,60 @@ from curvax.curvature.linalg.psd import (
     psd_power,
     spectral_power,
 )
-from curvax.curvature.linalg.tasks import Eigenvectors, Power
+from curvax.curvature.linalg.tasks import Eigenvectors, MatrixTask, Power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 
 class Full(ExampleGradientBlock):
-    """The whole curvature matrix of a layer: the mean of outer products of examples' gradients.
+    """The dense curvature matrix of a layer: the mean over examples of `g gᵀ`.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        eigen_decomposition_threshold: up to how many powers are cached one by one. Of more, the
-            eigenvalues and eigenvectors are cached. None for
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
+            are requested, the block caches eigenvalues and eigenvectors instead. None for
             `get_default_eigen_decomposition_threshold()`.
-        allow_approximation: as in `Diagonal`.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error. If it is not known which positions belong to one example,
+            each position counts as one. Examples that interact are taken to be independent.
+
+    Raises:
+        ValueError: If per-example gradients are not known and `allow_approximation` is False.
+
+    Examples:
+        Full blocks for all dense layers, cached as eigenvectors.
+
+        >>> import functools
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(params, x):
+        ...     return curvax.register_squared_error_loss(x @ params["w"] + params["b"])
+        >>> args = {"b": jnp.zeros(1), "w": jnp.ones((2, 1))}, jnp.ones((4, 2))
+        >>> blocks = {"dense": functools.partial(curvax.Full, eigen_decomposition_threshold=1)}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize(args)
+        >>> estimator.blocks
+        (Full("['w'], ['b']", ((2, 1), (1,))),)
     """
 
     class State(BlockState):
-        """What a full block keeps.
+        """The state of a full block.
 
         Attributes:
-            cache: powers and eigenvalues, as they were when they were last asked for.
-            matrix: a moving average of the matrix.
+            cache: Powers and eigenvalues, or eigenvalues and eigenvectors, as of the last
+                `update_cache`.
+            matrix: A moving average of the matrix.
         """
 
         matrix: WeightedMovingAverage
 
     max_elements: int | None = None
-    """How many elements of gradients of examples to hold at once; None for what is set."""
+    """Maximum number of elements of per-example gradients to hold; None for the setting."""
 
     def __init__(
         self,
-        layer_tag_eq: Any,
+        layer_tag_eq: TagEquation,
         name: str,
         eigen_decomposition_threshold: int | None = None,
         *,
@@ -84,31 +106,53 @@ class Full(ExampleGradientBlock):
         return float(self.dim) ** 2
 
     def parameters_list_to_single_vector(self, parameters_shaped_list: Sequence[Array]) -> Array:
-        """Arrays like the parameters, one after the other as in `state.matrix`, as one vector.
+        """Concatenate arrays like the parameters into one vector, in the order of `state.matrix`.
 
         Arguments:
-            parameters_shaped_list: the arrays.
+            parameters_shaped_list: Arrays like the parameters.
 
         Returns:
-            The vector.
+            A vector of length `dim`.
 
         Raises:
-            ValueError: if they are not like the parameters.
+            ValueError: If they are not like the parameters.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> model = lambda w, x: curvax.register_squared_error_loss(x @ w)
+            >>> blocks = {"dense": curvax.DenseFull}
+            >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+            >>> estimator.finalize((jnp.ones((2, 2)), jnp.ones((4, 2))))
+            >>> estimator.blocks[0].parameters_list_to_single_vector([jnp.ones((2, 2))])
+            Array([1., 1., 1., 1.], dtype=float32)
         """
         self._check_vector(parameters_shaped_list)
         return self.flattened(parameters_shaped_list)
 
     def single_vector_to_parameters_list(self, vector: Array) -> tuple[Array, ...]:
-        """What `parameters_list_to_single_vector` made one vector.
+        """Inverse of `parameters_list_to_single_vector`.
 
         Arguments:
-            vector: the vector.
+            vector: A vector of length `dim`.
 
         Returns:
             Arrays like the parameters.
 
         Raises:
-            ValueError: if it has another length.
+            ValueError: If the vector has another length.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> model = lambda w, x: curvax.register_squared_error_loss(x @ w)
+            >>> blocks = {"dense": curvax.DenseFull}
+            >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+            >>> estimator.finalize((jnp.ones((2, 2)), jnp.ones((4, 2))))
+            >>> (w,) = estimator.blocks[0].single_vector_to_parameters_list(jnp.arange(4.0))
+            >>> w
+            Array([[0., 1.],
+                   [2., 3.]], dtype=float32)
         """
         if vector.shape != (self.dim,):
             raise ValueError(
@@ -120,16 +164,16 @@ class Full(ExampleGradientBlock):
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         return [diagonal(matrix) for matrix in estimates]
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
         del state
         self.check_examples(uses)
         return gradient_statistics(
             use, uses, products_of_gradients, True, self.dtype, self.max_elements
         )
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del state
-        products = gradient_terms(sums, uses, products_of_gradients, on_whole=True)
+        products = gradient_terms(sums, uses, products_of_gradients, in_param_shapes=True)
         return Sums(of_cotangents=products)
 
     def estimate(
@@ -138,44 +182,43 @@ class Full(ExampleGradientBlock):
         del uses
         return [terms.of_cotangents / batch_size]
 
-    def to_dense_matrix(self, state: Any) -> Array:
-        matrix = state.matrix.value
+    def to_dense_matrix(self, state: BlockState) -> Array:
+        matrix = _matrix(state)
         return self.ravelled(matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype))
 
-    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
-        return "eigenvectors" in state.cache or super().is_cached(state, power, exact_power)
+    def is_cached(self, state: BlockState, power: float | int, exact_power: bool) -> bool:
+        return "eigenvectors" in (state.cache or {}) or super().is_cached(state, power, exact_power)
 
-    def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:
+    def cache_requests(self, state: BlockState, wanted: Refresh) -> dict[str, MatrixTask]:
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        matrix, weight = state.matrix.value * scale, wanted.identity_weight
-        if "eigenvectors" in state.cache or len(wanted.powers) > self._eigen_threshold:
+        matrix, weight = _matrix(state) * scale, wanted.identity_weight
+        if "eigenvectors" in (state.cache or {}) or len(wanted.powers) > self._eigen_threshold:
             return {"eigenvectors": Eigenvectors(matrix)}
-        requests: dict[str, Any] = {
+        requests: dict[str, MatrixTask] = {
             power_key(power): Power(matrix, weight, power) for power in wanted.powers
         }
         return requests | ({"eigenvalues": Eigenvectors(matrix)} if wanted.eigenvalues else {})
 
-    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+    def with_cache(self, state: BlockState, results: PyTree, wanted: Refresh) -> BlockState:
         del wanted
-        if "eigenvectors" in results:  # Any power follows from these.
+        if "eigenvectors" in results:  # Any power follows from them.
             values, vectors = results["eigenvectors"]
             return replace(state, cache={"eigenvalues": values, "eigenvectors": vectors})
         if "eigenvalues" in results:
             results = {**results, "eigenvalues": results["eigenvalues"][0]}
         return self._with_entries(state, results)
 
-    def _initial_fields(self) -> dict[str, Any]:
+    def _initial_fields(self) -> dict[str, PyTree]:
         return {"matrix": WeightedMovingAverage.zeros_array((self.dim, self.dim), self.dtype)}
 
     def _multiply_matpower(
-        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+        self, state: BlockState, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
-        # It is always exact.
-        flat = self.flattened(vector)
+        flat, cache = self.flattened(vector), state.cache or {}
         if not how.is_cached:
-            matrix = psd_power(state.matrix.value, how.identity_weight, how.power)
-        elif "eigenvectors" in state.cache:
-            values, vectors = state.cache["eigenvalues"], state.cache["eigenvectors"]
+            matrix = psd_power(_matrix(state), how.identity_weight, how.power)
+        elif "eigenvectors" in cache:
+            values, vectors = cache["eigenvalues"], cache["eigenvectors"]
             values = clamp_eigenvalues(values, how.identity_weight, how.power)
             powers = spectral_power(values + how.identity_weight.astype(values.dtype), how.power)
             return self.unflattened(vectors @ (powers * (flat @ vectors)))
@@ -183,52 +226,151 @@ class Full(ExampleGradientBlock):
             matrix = self._cached(state, power_key(how.power))
         return self.unflattened(matrix @ flat)
 
-    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+    def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         if use_cached:
             return self._cached(state, "eigenvalues")
-        return psd_eigh(state.matrix.value)[0]
+        return psd_eigh(_matrix(state))[0]
 
 
 class DenseFull(Full):
-    """A `Full` block for dense layers."""
+    """A `Full` block for dense layers.
+
+    Arguments:
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
+            are requested, the block caches eigenvalues and eigenvectors instead. None for
+            `get_default_eigen_decomposition_threshold()`.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error. If it is not known which positions belong to one example,
+            each position counts as one. Examples that interact are taken to be independent.
+
+    Raises:
+        ValueError: If per-example gradients are not known and `allow_approximation` is False.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     return curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+        >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        >>> blocks, key = {"dense": curvax.DenseFull}, jax.random.key(0)
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     estimator.init(key, args, None, None), 0.0, 1.0, 2, key, args, None, "ggn_exact"
+        ... )
+        >>> estimator.to_dense_matrix(state)  # The second moment of the inputs.
+        Array([[ 5.,  7.],
+               [ 7., 10.]], dtype=float32)
+    """
 
 
 class Conv2DFull(ChunkedExampleGradientBlock, Full):
-    """A `Full` block for convolutions.
-
-    The gradients of single examples are computed, some at a time.
+    """A `Full` block for convolutions, with per-example gradients computed in chunks.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        max_elements_for_vmap: how many elements of such gradients to hold at once; None for
-            `get_max_parallel_elements()`.
-        allow_approximation: as in `Diagonal`.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        max_elements_for_vmap: Maximum number of elements of per-example gradients to hold at once;
+            None for `get_max_parallel_elements()`.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error. If it is not known which positions belong to one example,
+            each position counts as one. Examples that interact are taken to be independent.
+
+    Raises:
+        ValueError: If per-example gradients are not known and `allow_approximation` is False.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax import lax
+        >>> import curvax
+        >>> def model(params, images):
+        ...     layout = ("NHWC", "HWIO", "NHWC")
+        ...     y = lax.conv_general_dilated(
+        ...         images, params["w"], (1, 1), "SAME", dimension_numbers=layout
+        ...     )
+        ...     return curvax.register_squared_error_loss(jnp.mean(y, axis=(1, 2)))
+        >>> args = {"w": jnp.ones((3, 3, 1, 2))}, jnp.ones((4, 8, 8, 1))
+        >>> blocks = {"conv2d": curvax.Conv2DFull}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize(args)
+        >>> estimator.blocks
+        (Conv2DFull("['w']", ((3, 3, 1, 2),)),)
+        >>> estimator.blocks[0].dim
+        18
     """
 
 
 class ScaleAndShiftFull(ScaleAndShiftBlock, Full):
-    """A `Full` block for layers that scale and shift."""
+    """A `Full` block for scale-and-shift layers, as in layer normalisation.
+
+    Arguments:
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
+            are requested, the block caches eigenvalues and eigenvectors instead. None for
+            `get_default_eigen_decomposition_threshold()`.
+        allow_approximation: Whether to approximate per-example gradients where they are not known,
+            instead of raising an error. If it is not known which positions belong to one example,
+            each position counts as one. Examples that interact are taken to be independent.
+
+    Raises:
+        ValueError: If per-example gradients are not known and `allow_approximation` is False.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(params, x):
+        ...     y = params["scale"] * x + params["shift"]
+        ...     return curvax.register_squared_error_loss(y)
+        >>> args = {"scale": jnp.ones(3), "shift": jnp.zeros(3)}, jnp.ones((4, 3))
+        >>> blocks = {"scale_and_shift": curvax.ScaleAndShiftFull}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize(args)
+        >>> estimator.blocks
+        (ScaleAndShiftFull("['scale'], ['shift']", ((3,), (3,))),)
+    """
 
 
 class NaiveFull(BatchGradientBlock, Full):
-    """The matrix `g gᵀ / N`, where `g` is the sum of the gradients of all N examples.
+    """The matrix `g gᵀ / N`, where g is the sum of the gradients of all N examples.
 
-    It needs to know nothing of the layer; see `NaiveDiagonal`.
+    It needs no per-example gradients and works for any layer. In estimation modes with random signs
+    or sampled targets, products of gradients of different examples have mean zero: they add noise
+    to the estimate, not bias.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        eigen_decomposition_threshold: as in `Full`.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
+            are requested, the block caches eigenvalues and eigenvectors instead. None for
+            `get_default_eigen_decomposition_threshold()`.
+        allow_approximation: Has no effect: no per-example gradients are needed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     return curvax.register_squared_error_loss(x @ jnp.exp(w))
+        >>> blocks = {"generic": curvax.NaiveFull}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize((jnp.ones((2, 1)), jnp.ones((4, 2))))
+        >>> estimator.blocks
+        (NaiveFull('', ((2, 1),)),)
     """
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del state
         flat = self.flattened(self.total_gradient(sums, uses))
         return Sums(of_cotangents=jnp.outer(flat, flat))
 
 
+def _matrix(state: BlockState) -> Array:
+    return cast(Full.State, state).matrix.value
+
+
 def products_of_gradients(gradients: list[Array]) -> Array:
-    """The sum of outer products of gradients, (number, *shape) for each parameter."""
+    """Return the sum over examples of `g gᵀ`, from (examples, *shape) for each parameter."""
     flat = jnp.concatenate([x.reshape(x.shape[0], -1) for x in gradients], axis=1)
     return flat.T @ flat

@@ -1,32 +1,37 @@
-"""`TwoKroneckerFactored`: curvature as the Kronecker product of two small matrices.
+"""`TwoKroneckerFactored`: curvature as the Kronecker product of two small matrices (K-FAC).
 
-K-FAC is due to Martens & Grosse (2015), arXiv:1503.05671; for convolutions to Grosse & Martens
-(2016), arXiv:1602.01407; "expand" and "reduce" to Eschenhagen et al. (2023), arXiv:2311.00636.
+- Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
+  curvature", arXiv:1503.05671.
+- Grosse & Martens (2016), "A Kronecker-factored approximate Fisher matrix for convolution layers",
+  arXiv:1602.01407.
+- Eschenhagen, Immer, Turner, Schneider & Hennig (2023), "Kronecker-factored approximate curvature
+  for modern neural network architectures", arXiv:2311.00636: "expand" and "reduce".
 
-At a layer with weights, the gradient of an example is a sum, over the positions where the weights
-are applied, of outer products of inputs and cotangents. K-FAC takes inputs and cotangents, at all
-positions, to be independent: the curvature is then the product of the second moments of both.
-Where weights are applied at several positions, there are two ways to do so:
+The gradient of an example in the weights of a layer is a sum of outer products of inputs and
+cotangents, over the positions where the weights are applied. K-FAC takes inputs and cotangents, at
+all positions, to be independent: the curvature is then the Kronecker product of their second
+moments. For weights that are applied at several positions there are two such approximations:
 
 - "expand": positions are independent as well. The factor of the inputs is an average over examples
   and positions, that of the outputs an average over examples of a sum over positions. Exact for a
   linear network with a loss at each position.
 - "reduce": inputs are averaged over the positions of an example, and cotangents summed, before
-  anything is multiplied. Exact for a linear network that averages over positions.
+  outer products are taken. Exact for a linear network that averages over positions.
 
-The first half of the module computes both factors, moments of a layer's inputs and of the
-cotangents of its outputs. A layer with weights computes, at each position, `matrix.T @ row`: the
-matrix is made of its weights, with the bias for a last row, and the row is the input there, with a
-one at its end. What these are depends on the kind of layer. Heads and groups of channels have a
-matrix each, along a leading axis.
+The first half of the module computes both factors: moments of a layer's inputs, and of the
+cotangents of its outputs. A layer with weights computes `matrix.T @ row` at each position. The
+matrix contains the weights, with the bias as its last row; the row is the input at that position,
+with a one appended. How they are laid out depends on the kind of layer. Heads and groups of
+channels have one matrix each, along a leading axis.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, cast
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
@@ -36,6 +41,7 @@ from curvax.curvature.blocks.base import (
     MatrixPower,
     Refresh,
     Statistics,
+    TagEquation,
     power_key,
 )
 from curvax.curvature.linalg.kronecker import DenseSide, DiagonalSide, Kronecker, Side
@@ -47,11 +53,11 @@ from curvax.curvature.patches.patches import extract_patches, patch_moment_sums
 from curvax.layers.tracing.statistics import Statistic, Sums
 from curvax.layers.use import ConvolutionUse, EmbeddingUse, LayerUse
 
-# Both factors of a layer's curvature.
+# The factors of a layer's curvature.
 
 
 def matrix_shape(use: LayerUse) -> tuple[tuple[int, ...], int, int]:
-    """Heads or groups, the number of inputs (with the bias), and that of outputs."""
+    """Return the heads or groups, the number of inputs (with the bias), and that of outputs."""
     weight = use.slice_shapes[0]
     bias = int(len(use.slice_shapes) > 1)
     if isinstance(use, ConvolutionUse):
@@ -66,7 +72,7 @@ def matrix_shape(use: LayerUse) -> tuple[tuple[int, ...], int, int]:
 
 
 def matrix_of_params(use: LayerUse, params: Sequence[Array]) -> Array:
-    """Parameters as the function has them, as (*stack, *heads, inputs, outputs)."""
+    """Return the function's parameters as matrices, (*stack, *heads, inputs, outputs)."""
     weight, *rest = use.take(params)
     heads, inputs, outputs = matrix_shape(use)
     front = weight.shape[: len(use.stack)]
@@ -85,7 +91,7 @@ def matrix_of_params(use: LayerUse, params: Sequence[Array]) -> Array:
 
 
 def params_of_matrix(use: LayerUse, matrix: Array) -> list[Array]:
-    """What `matrix_of_params` made of parameters, back."""
+    """Inverse of `matrix_of_params`."""
     heads, _, _ = matrix_shape(use)
     front = matrix.shape[: len(use.stack)]
     has_bias = len(use.slice_shapes) > 1
@@ -104,7 +110,7 @@ def params_of_matrix(use: LayerUse, matrix: Array) -> list[Array]:
 
 
 def num_rows(use: LayerUse) -> int:
-    """At how many positions the same weights are applied, over all steps that share them."""
+    """Return the number of positions of all examples, over all steps that share the weights."""
     if isinstance(use, ConvolutionUse):
         numbers = use.dimension_numbers
         shape = use.output.shape
@@ -114,8 +120,8 @@ def num_rows(use: LayerUse) -> int:
     return math.prod(use.output.shape) // max(math.prod(heads) * outputs, 1) * use.repeats
 
 
-def input_moment(use: LayerUse, side: Side, x: Array, dtype: Any) -> Array:
-    """The sum over positions, in one step, of outer products of rows."""
+def input_moment(use: LayerUse, side: Side, x: Array, dtype: jnp.dtype) -> Array:
+    """Sum the outer products of rows over the positions of one step."""
     has_bias = len(use.slice_shapes) > 1
     if isinstance(use, EmbeddingUse):
         counts = jnp.zeros((use.slice_shapes[0][0],), dtype)
@@ -136,18 +142,18 @@ def input_moment(use: LayerUse, side: Side, x: Array, dtype: Any) -> Array:
     return _bordered(side, moment, sums, count) if has_bias else moment
 
 
-def output_moment(use: LayerUse, side: Side, cotangent: Array, dtype: Any) -> Array:
-    """The sum over positions, in one step, of outer products of cotangents."""
+def output_moment(use: LayerUse, side: Side, cotangent: Array, dtype: jnp.dtype) -> Array:
+    """Sum the outer products of cotangents over the positions of one step."""
     return side.of_rows(_output_rows(use, cotangent.astype(dtype)))
 
 
-def input_sums(use: LayerUse, x: Array, dtype: Any) -> Array:
-    """The sum over the positions of each example of its rows: (*heads, examples, inputs)."""
+def input_sums(use: LayerUse, x: Array, dtype: jnp.dtype) -> Array:
+    """Sum rows over the positions of each example: (*heads, examples, inputs)."""
     if isinstance(use, EmbeddingUse):
-        table = use.slice_shapes[0][0]
+        vocabulary = use.slice_shapes[0][0]
         indices = use.by_example(x, False)
         indices = indices.reshape(indices.shape[0], -1)
-        zeros = jnp.zeros((indices.shape[0], table), dtype)
+        zeros = jnp.zeros((indices.shape[0], vocabulary), dtype)
         return zeros.at[jnp.arange(indices.shape[0])[:, None], indices].add(1, mode="drop")
     x = x.astype(dtype)
     if isinstance(use, ConvolutionUse):
@@ -161,17 +167,17 @@ def input_sums(use: LayerUse, x: Array, dtype: Any) -> Array:
     return jnp.concatenate([sums, jnp.full_like(sums[..., :1], count)], -1)
 
 
-def output_sums(use: LayerUse, cotangent: Array, dtype: Any) -> Array:
-    """The sum over the positions of each example of its cotangents."""
+def output_sums(use: LayerUse, cotangent: Array, dtype: jnp.dtype) -> Array:
+    """Sum cotangents over the positions of each example: (*heads, examples, outputs)."""
     rows = _output_rows(use, cotangent.astype(dtype))
     if isinstance(use, ConvolutionUse):
-        number = use.output.shape[use.dimension_numbers.out_spec[0]]
-        return jnp.sum(rows.reshape(*rows.shape[:-2], number, -1, rows.shape[-1]), -2)
+        batch = use.output.shape[use.dimension_numbers.out_spec[0]]
+        return jnp.sum(rows.reshape(*rows.shape[:-2], batch, -1, rows.shape[-1]), -2)
     return jnp.sum(_examples_of_rows(use, rows), -2)
 
 
 def geometry_of(use: ConvolutionUse) -> ConvGeometry:
-    """The geometry of a convolution."""
+    """Return the geometry of a convolution."""
     settings = use.convolution
     numbers = settings["dimension_numbers"]
     kernel = tuple(use.slice_shapes[0][axis] for axis in numbers.rhs_spec[2:])
@@ -179,7 +185,7 @@ def geometry_of(use: ConvolutionUse) -> ConvGeometry:
 
 
 def _rows(use: LayerUse, x: Array) -> Array:
-    """Inputs as (*heads, positions, inputs)."""
+    """Return inputs as (*heads, positions, inputs)."""
     heads, inputs, _ = matrix_shape(use)
     inputs -= len(use.slice_shapes) - 1
     rows = x.reshape(-1, *heads, inputs)
@@ -187,7 +193,7 @@ def _rows(use: LayerUse, x: Array) -> Array:
 
 
 def _output_rows(use: LayerUse, cotangent: Array) -> Array:
-    """Cotangents as (*heads, positions, outputs)."""
+    """Return cotangents as (*heads, positions, outputs)."""
     heads, _, outputs = matrix_shape(use)
     if isinstance(use, ConvolutionUse):
         out = use.dimension_numbers.out_spec
@@ -196,7 +202,7 @@ def _output_rows(use: LayerUse, cotangent: Array) -> Array:
 
 
 def _examples_of_rows(use: LayerUse, rows: Array) -> Array:
-    """Rows as (*heads, examples, positions of each, features)."""
+    """Return rows as (*heads, examples, positions of each, features)."""
     *heads, _, features = rows.shape
     if not use.is_arranged or use.num_examples is None:
         return rows.reshape(*heads, use.num_counted, -1, features)
@@ -204,14 +210,14 @@ def _examples_of_rows(use: LayerUse, rows: Array) -> Array:
 
 
 def _patch_sums(x: Array, geometry: ConvGeometry) -> Array:
-    """The sum of all patches."""
+    """Return the sum of all patches."""
     _, sums = patch_moment_sums(x, geometry, with_first=True)
     assert sums is not None
     return sums
 
 
 def _bordered(side: Side, moment: Array, sums: Array | None, count: int) -> Array:
-    """The moment of rows with a one at their end."""
+    """Return the moment of rows with a one appended, from their moment, sum and count."""
     assert sums is not None
     one = jnp.full((*sums.shape[:-1], 1), count, moment.dtype)
     if not isinstance(side, DenseSide):
@@ -227,7 +233,7 @@ def _out_channels(use: ConvolutionUse) -> int:
 
 
 def _order(use: ConvolutionUse) -> tuple[int, ...]:
-    """The axes of a kernel, in the order of a patch: spatial ones, channels in, channels out."""
+    """Return the axes of a kernel in the order of a patch: spatial, input and output channels."""
     out, channels, *spatial = use.dimension_numbers.rhs_spec
     return (*spatial, channels, out)
 
@@ -240,15 +246,15 @@ def _kernel_axes(use: ConvolutionUse, ndim: int) -> tuple[int, ...]:
 WeightSharing = Literal["expand", "reduce"]
 
 MAX_FACTOR_SIZE = 8192
-"""Factors that are wider than this are diagonal."""
+"""Default maximum width of a dense factor."""
 
 FACTORS = ("inputs_factor", "outputs_factor")
-"""The names of both factors, in states and caches."""
+"""The names of the factors, in states and caches."""
 
 
 @dataclass(frozen=True)
 class FactorKey:
-    """The key of a statistic of inputs or of outputs, where weights are used one way round."""
+    """The key of a statistic of inputs or outputs, for one orientation of the weights."""
 
     side: Literal["inputs", "outputs"]
     is_swapped: bool
@@ -258,24 +264,41 @@ class TwoKroneckerFactored(CurvatureBlock):
     """The Kronecker product of a factor for inputs and one for outputs, for layers with weights.
 
     A bias is one more row of the weights. Several matrices (layers of a stack, heads, groups of
-    channels) have factors of their own, along axes in front. Weights that are also used the other
-    way round, as a tied table is, have a pair of factors for each way; both pairs are scaled so
-    that the traces of their factors, divided by the sizes, are the same, and added up.
+    channels) have separate factors, along leading axes. Weights whose transpose is used as well,
+    as in tied embeddings, have a pair of factors for each orientation. Both pairs are scaled so
+    that the mean eigenvalues of their two factors agree, and added.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        weight_sharing: "expand" or "reduce", where weights are applied at several positions.
-        max_factor_size: a factor that is wider is kept as its diagonal.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
+            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
+            over the positions of an example first.
+        max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
+
+    Raises:
+        ValueError: If `weight_sharing` is neither "expand" nor "reduce".
+
+    Examples:
+        >>> import functools
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     return curvax.register_squared_error_loss(x @ w)
+        >>> blocks = {"dense": functools.partial(curvax.TwoKroneckerFactored, max_factor_size=8)}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize((jnp.ones((9, 2)), jnp.ones((4, 9))))
+        >>> estimator.blocks[0].remarks
+        ('the factor of the inputs is diagonal: it has 9 rows, more than 8',)
     """
 
     class State(BlockState):
-        """What a Kronecker-factored block keeps.
+        """The state of a Kronecker-factored block.
 
         Attributes:
-            cache: powers of both factors and eigenvalues, as they were when last asked for.
-            inputs_factor: a moving average of the factor of the inputs.
-            outputs_factor: a moving average of the factor of the outputs.
+            cache: Powers of both factors, and eigenvalues, as of the last `update_cache`.
+            inputs_factor: A moving average of the factor of the inputs.
+            outputs_factor: A moving average of the factor of the outputs.
         """
 
         inputs_factor: WeightedMovingAverage
@@ -284,7 +307,7 @@ class TwoKroneckerFactored(CurvatureBlock):
     splits_parts = True
 
     is_plain = True
-    """Whether both factors are all there is to know, for classes that extend this one too."""
+    """Whether the block is determined by its factors: no override changes the state or products."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -295,7 +318,7 @@ class TwoKroneckerFactored(CurvatureBlock):
 
     def __init__(
         self,
-        layer_tag_eq: Any,
+        layer_tag_eq: TagEquation,
         name: str,
         *,
         weight_sharing: WeightSharing = "expand",
@@ -325,7 +348,7 @@ class TwoKroneckerFactored(CurvatureBlock):
 
     @property
     def num_averaged_positions(self) -> int:
-        """Over how many positions of an example the factor of the outputs is averaged."""
+        """The number of positions of an example that the factor of the outputs is averaged over."""
         return 1
 
     @property
@@ -347,8 +370,8 @@ class TwoKroneckerFactored(CurvatureBlock):
         ]
         if self._weight_sharing == "reduce" and not self._reduces(self._equation.uses):
             found.append(
-                "which positions belong to one example is not known, or differs from place to "
-                "place, or examples are run by a loop: weight_sharing is 'expand'"
+                "which positions belong to one example is not known, or differs from use to use, "
+                "or a loop runs over examples: weight_sharing is 'expand'"
             )
         first = self._equation.uses[0]
         if first.uncovered:
@@ -360,15 +383,22 @@ class TwoKroneckerFactored(CurvatureBlock):
 
     @property
     def kronecker(self) -> Kronecker:
-        """How to compute with both factors."""
+        """The operations on both factors."""
         return self._kronecker
 
     def as_matrices(self, vector: Sequence[Array]) -> Array:
-        """Arrays like the parameters as what both factors act on, (..., inputs, outputs)."""
+        """Return arrays like the parameters as the matrices that the factors act on.
+
+        Arguments:
+            vector: Arrays like the parameters.
+
+        Returns:
+            An array of shape (..., inputs, outputs).
+        """
         return matrix_of_params(self._equation.uses[0], vector)
 
     def of_matrices(self, x: Array) -> tuple[Array, ...]:
-        """What `as_matrices` made of arrays like the parameters, back."""
+        """Inverse of `as_matrices`."""
         return tuple(params_of_matrix(self._equation.uses[0], x))
 
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
@@ -376,7 +406,7 @@ class TwoKroneckerFactored(CurvatureBlock):
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
         del state
         is_swapped, dtype = self._is_swapped(use), self.dtype
         inputs, outputs = self._sides(is_swapped)
@@ -391,10 +421,10 @@ class TwoKroneckerFactored(CurvatureBlock):
             FactorKey("outputs", is_swapped): Statistic(of_output, "cotangents"),
         }
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del state
         terms = Sums([], [])
-        for is_swapped in self._ways(uses):
+        for is_swapped in self._orientations(uses):
             inputs = sums.of_inputs[FactorKey("inputs", is_swapped)]
             outputs = sums.of_cotangents[FactorKey("outputs", is_swapped)]
             if self._reduces(uses):
@@ -408,39 +438,41 @@ class TwoKroneckerFactored(CurvatureBlock):
         self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
     ) -> Sequence[Array]:
         pairs = []
-        for is_swapped, inputs, outputs in zip(self._ways(uses), *terms, strict=True):
-            own = [use for use in uses if self._is_swapped(use) == is_swapped]
-            rows = sum(map(num_rows, own))
+        for is_swapped, inputs, outputs in zip(self._orientations(uses), *terms, strict=True):
+            oriented = [use for use in uses if self._is_swapped(use) == is_swapped]
+            rows = sum(map(num_rows, oriented))
             if self._reduces(uses):
-                # Of each example, the mean over its positions.
-                rows *= rows / own[0].num_counted
+                # With P positions in each of N examples, rows = N P. The factor is the mean of
+                # outer products of means over positions, `inputs` the sum of those of sums: it is
+                # divided by N P².
+                rows *= rows / oriented[0].num_counted
             pair = inputs / max(rows, 1), outputs / (batch_size * self.num_averaged_positions)
             pairs.append(pair[::-1] if is_swapped else pair)
         return pairs[0] if len(pairs) == 1 else self._together(pairs)
 
-    def is_cached(self, state: Any, power: float | int, exact_power: bool) -> bool:
-        return cache_key(power, exact_power) in state.cache
+    def is_cached(self, state: BlockState, power: float | int, exact_power: bool) -> bool:
+        return cache_key(power, exact_power) in (state.cache or {})
 
-    def cache_requests(self, state: Any, wanted: Refresh) -> dict[str, Any]:
-        own_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        inputs, outputs = state.inputs_factor, state.outputs_factor
-        requests: dict[str, Any] = {
+    def cache_requests(self, state: BlockState, wanted: Refresh) -> dict[str, PyTree]:
+        state_scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
+        inputs, outputs = _factors(state)
+        requests: dict[str, PyTree] = {
             power_key(power): self._kronecker.power(
                 inputs.raw_value,
                 outputs.raw_value,
                 wanted.identity_weight,
                 power,
-                scales=(own_scale * inputs.scale, outputs.scale),
+                scales=(state_scale * inputs.scale, outputs.scale),
             )
             for power in wanted.approx
         }
         if wanted.exact or wanted.eigenvalues:
-            eigen = self._kronecker.eigen_tasks(own_scale * inputs.value, outputs.value)
+            eigen = self._kronecker.eigen_tasks(state_scale * inputs.value, outputs.value)
             requests["eigen"] = eigen
         return requests
 
-    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
-        entries: dict[str, Any] = {
+    def with_cache(self, state: BlockState, results: PyTree, wanted: Refresh) -> BlockState:
+        entries: dict[str, PyTree] = {
             power_key(power): dict(zip(FACTORS, results[power_key(power)], strict=True))
             for power in wanted.approx
         }
@@ -451,30 +483,31 @@ class TwoKroneckerFactored(CurvatureBlock):
             entries["eigenvalues"] = self._kronecker.eigenvalues(eigen).reshape(-1)
         return self._with_entries(state, entries)
 
-    def _initial_fields(self) -> dict[str, Any]:
+    def _initial_fields(self) -> dict[str, PyTree]:
         sides = self._kronecker.inputs, self._kronecker.outputs
         averages = [WeightedMovingAverage.zeros_array(side.shape, self.dtype) for side in sides]
         return dict(zip(FACTORS, averages, strict=True))
 
     def _multiply_matpower(
-        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+        self, state: BlockState, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
         x = self.as_matrices(vector)
         factors = lambda: self._values(state)
         cached = lambda key: self._cached(state, key)
         return self.of_matrices(multiplied(self._kronecker, factors, cached, x, how))
 
-    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+    def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         if use_cached:
             return self._cached(state, "eigenvalues")
         eigen = self._kronecker.eigen(*self._values(state))
         return self._kronecker.eigenvalues(eigen).reshape(-1)
 
-    def _values(self, state: Any) -> tuple[Array, Array]:
-        return state.inputs_factor.value, state.outputs_factor.value
+    def _values(self, state: BlockState) -> tuple[Array, Array]:
+        inputs, outputs = _factors(state)
+        return inputs.value, outputs.value
 
     def _reduces(self, uses: Sequence[LayerUse]) -> bool:
-        """Whether sums over the positions of each example are taken first."""
+        """Return whether positions are reduced: "reduce" is set, and examples are known."""
         counts = {(use.num_examples, use.examples.first) for use in uses}
         is_known = len(counts) == 1 and not any(use.examples.unknown for use in uses)
         in_loop = any(any(use.example_loops) for use in uses)
@@ -484,24 +517,24 @@ class TwoKroneckerFactored(CurvatureBlock):
         return self._reduces(uses)
 
     def _is_swapped(self, use: LayerUse) -> bool:
-        """Whether the weights are used the other way round than at the first place."""
+        """Return whether a use has the transpose of the weights of the first use."""
         first = self._equation.uses[0]
         return not use.is_conv and use.params[0].arrangement != first.params[0].arrangement
 
-    def _ways(self, uses: Sequence[LayerUse]) -> list[bool]:
-        """Which ways round weights are used: whether swapped, as `_is_swapped` says."""
+    def _orientations(self, uses: Sequence[LayerUse]) -> list[bool]:
+        """Return the distinct values of `_is_swapped`, in the order of the uses."""
         return list(dict.fromkeys(map(self._is_swapped, uses)))
 
     def has_linear_estimates(self, uses: Sequence[LayerUse]) -> bool:
-        return len(self._ways(uses)) <= 1
+        return len(self._orientations(uses)) <= 1
 
     def _sides(self, is_swapped: bool) -> tuple[Side, Side]:
-        """The sides that inputs and outputs have where weights are used one way round."""
+        """Return the sides of inputs and outputs for one orientation of the weights."""
         inputs, outputs = self._kronecker.inputs, self._kronecker.outputs
         return (outputs, inputs) if is_swapped else (inputs, outputs)
 
     def _together(self, pairs: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """One pair for several, so that of equal ones it is as many times their product."""
+        """Add pairs of factors, so that n equal pairs make a pair with n times their product."""
         sides = self._kronecker.inputs, self._kronecker.outputs
         totals = [jnp.zeros(side.shape, self.dtype) for side in sides]
         for pair in pairs:
@@ -512,6 +545,7 @@ class TwoKroneckerFactored(CurvatureBlock):
             for k, (x, scale) in enumerate(zip(pair, (ratio, 1 / ratio), strict=True)):
                 scale = scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))
                 totals[k] = totals[k] + scale * x
+        # n equal pairs add up to (n A, n B), whose product is n² A ⊗ B.
         root = len(pairs) ** 0.5
         return totals[0] / root, totals[1] / root
 
@@ -520,26 +554,31 @@ def _side(size: int, stack: tuple[int, ...], is_diagonal: bool) -> Side:
     return DiagonalSide(size, stack) if is_diagonal else DenseSide(size, stack)
 
 
+def _factors(state: BlockState) -> tuple[WeightedMovingAverage, WeightedMovingAverage]:
+    state = cast(TwoKroneckerFactored.State, state)
+    return state.inputs_factor, state.outputs_factor
+
+
 def cache_key(power: float | int, is_exact: bool) -> str:
-    """Under which key of the cache of a Kronecker product what a power needs is."""
+    """Return the cache key of what a power of a Kronecker product is computed from."""
     return "eigen" if is_exact else power_key(power)
 
 
 def multiplied(
     kronecker: Kronecker,
     factors: Callable[[], tuple[Array, Array]],
-    cached: Callable[[str], Any],
+    cached: Callable[[str], PyTree],
     x: Array,
     how: MatrixPower,
 ) -> Array:
-    """A power of a Kronecker product, with something added to its diagonal, times `x`.
+    """Multiply by a power of a Kronecker product plus a multiple of the identity.
 
     Arguments:
-        kronecker: how to compute with the factors.
-        factors: returns both.
-        cached: returns what is in the cache under a key.
-        x: what is multiplied, (..., inputs, outputs).
-        how: which power, and what is added.
+        kronecker: The operations on both factors.
+        factors: Returns both factors.
+        cached: Returns the cache entry of a key.
+        x: The matrices to multiply, (..., inputs, outputs).
+        how: The power, and the multiple of the identity.
     """
     if how.is_exact and how.is_cached:
         return kronecker.multiply_power(cached("eigen"), x, how.identity_weight, how.power)
@@ -560,26 +599,72 @@ def multiplied(
 
 
 class DenseTwoKroneckerFactored(TwoKroneckerFactored):
-    """A `TwoKroneckerFactored` block for dense layers: `y = x @ w + b`.
+    """A `TwoKroneckerFactored` block for dense layers, `y = x @ w + b`.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        weight_sharing: "expand" or "reduce", where weights are applied at several positions.
-        max_factor_size: a factor that is wider is kept as its diagonal.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
+            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
+            over the positions of an example first.
+        max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
+
+    Raises:
+        ValueError: If `weight_sharing` is neither "expand" nor "reduce".
+
+    Examples:
+        It is the default for dense layers.
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     return curvax.register_normal_predictive_distribution(x @ w, variance=0.25)
+        >>> args = jnp.ones((2, 1)), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        >>> estimator, key = curvax.BlockDiagonalCurvature(model), jax.random.key(0)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     estimator.init(key, args, None, None), 0.0, 1.0, 2, key, args, None, "ggn_exact"
+        ... )
+        >>> state.blocks_states[0].inputs_factor.value  # The second moment of the inputs.
+        Array([[ 5.,  7.],
+               [ 7., 10.]], dtype=float32)
+        >>> state.blocks_states[0].outputs_factor.value  # That of the cotangents: 1 / variance.
+        Array([[4.]], dtype=float32)
     """
 
 
 class EmbeddingTwoKroneckerFactored(TwoKroneckerFactored):
-    """A `TwoKroneckerFactored` block for tables whose rows are looked up.
+    """A `TwoKroneckerFactored` block for embeddings.
 
-    The factor of the inputs is that of one-hot vectors: diagonal, how often each row is used.
+    The factor of the inputs is the second moment of one-hot vectors: a diagonal matrix of the
+    frequencies of the indices.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        weight_sharing: "expand" or "reduce", where rows are looked up at several positions.
-        max_factor_size: a factor that is wider is kept as its diagonal.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
+            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
+            over the positions of an example first.
+        max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
+
+    Raises:
+        ValueError: If `weight_sharing` is neither "expand" nor "reduce".
+
+    Examples:
+        It is the default for embeddings.
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(embedding, indices):
+        ...     return curvax.register_squared_error_loss(embedding[indices])
+        >>> args = jnp.ones((3, 1)), jnp.array([0, 0, 1, 2])
+        >>> estimator, key = curvax.BlockDiagonalCurvature(model), jax.random.key(0)
+        >>> state = estimator.update_curvature_matrix_estimate(
+        ...     estimator.init(key, args, None, None), 0.0, 1.0, 4, key, args, None, "ggn_exact"
+        ... )
+        >>> state.blocks_states[0].inputs_factor.value
+        Array([0.5 , 0.25, 0.25], dtype=float32)
     """
 
 
@@ -587,17 +672,38 @@ class EmbeddingTwoKroneckerFactored(TwoKroneckerFactored):
 
 
 class ConvTwoKroneckerFactored(TwoKroneckerFactored):
-    """A `TwoKroneckerFactored` block for convolutions, of any number of spatial axes, or grouped.
+    """A `TwoKroneckerFactored` block for convolutions with any number of spatial axes, or groups.
 
     The rows of its weights are the elements of a patch: the factor of the inputs is the second
     moment of patches. The factor of the outputs is an average over positions; their number is the
     `fixed_scale`.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        weight_sharing: "expand" or "reduce", where patches are the positions.
-        max_factor_size: a factor that is wider is kept as its diagonal.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
+            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
+            over the positions of an example first.
+        max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
+
+    Raises:
+        ValueError: If `weight_sharing` is neither "expand" nor "reduce".
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax import lax
+        >>> import curvax
+        >>> def model(kernel, x):
+        ...     y = lax.conv_general_dilated(x, kernel, (1,), "VALID")
+        ...     return curvax.register_squared_error_loss(jnp.mean(y, axis=2))
+        >>> args = jnp.ones((5, 2, 3)), jnp.ones((4, 2, 8))  # 5 channels from 2, width 3
+        >>> estimator = curvax.BlockDiagonalCurvature(model)
+        >>> state = estimator.init(jax.random.key(0), args, None, None).blocks_states[0]
+        >>> state.inputs_factor.value.shape, state.outputs_factor.value.shape
+        ((6, 6), (5, 5))
+        >>> estimator.blocks[0].num_locations
+        6
     """
 
     @property
@@ -629,7 +735,7 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
 
     @property
     def num_locations(self) -> int:
-        """The number of positions in an image that the kernel is applied at, at all places."""
+        """The number of positions of an image that the kernel is applied at, over all uses."""
         count = 0
         for use in self._equation.uses:
             spatial = self._numbers.out_spec[2:]
@@ -654,18 +760,44 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
         return first
 
     @property
-    def _numbers(self) -> Any:
+    def _numbers(self) -> lax.ConvDimensionNumbers:
         return self._first.dimension_numbers
 
 
 class Conv2DTwoKroneckerFactored(ConvTwoKroneckerFactored):
     """A `TwoKroneckerFactored` block for convolutions with two spatial axes.
 
-    See `ConvTwoKroneckerFactored`.
+    The rows of its weights are the elements of a patch: the factor of the inputs is the second
+    moment of patches. The factor of the outputs is an average over positions; their number is the
+    `fixed_scale`.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        weight_sharing: "expand" or "reduce", where patches are the positions.
-        max_factor_size: a factor that is wider is kept as its diagonal.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
+            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
+            over the positions of an example first.
+        max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
+
+    Raises:
+        ValueError: If `weight_sharing` is neither "expand" nor "reduce".
+
+    Examples:
+        >>> import functools
+        >>> import jax.numpy as jnp
+        >>> from jax import lax
+        >>> import curvax
+        >>> def model(params, images):
+        ...     layout = ("NHWC", "HWIO", "NHWC")
+        ...     y = lax.conv_general_dilated(
+        ...         images, params["w"], (1, 1), "SAME", dimension_numbers=layout
+        ...     )
+        ...     return curvax.register_squared_error_loss(jnp.mean(y, axis=(1, 2)))
+        >>> args = {"w": jnp.ones((3, 3, 1, 2))}, jnp.ones((4, 8, 8, 1))
+        >>> ctor = functools.partial(curvax.Conv2DTwoKroneckerFactored, weight_sharing="reduce")
+        >>> blocks = {"conv2d": ctor}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.finalize(args)
+        >>> estimator.blocks
+        (Conv2DTwoKroneckerFactored("['w']", ((3, 3, 1, 2),)),)
     """

@@ -1,31 +1,53 @@
-"""`ScaledIdentity`: a block that is a multiple of the identity, whatever happens."""
+"""`ScaledIdentity`: a block that is a fixed multiple of the identity."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import CurvatureBlock, MatrixPower, Refresh, Statistics
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CurvatureBlock,
+    MatrixPower,
+    Refresh,
+    Statistics,
+    TagEquation,
+)
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
 
 class ScaledIdentity(CurvatureBlock):
-    """A block that is a multiple of the identity.
+    """A fixed multiple of the identity.
+
+    With it, the optimizer takes scaled gradient steps for the parameters of a layer.
 
     Arguments:
-        layer_tag_eq: the equation of the layer's tag.
-        name: what the block is called.
-        scale: the multiple, a positive number.
+        layer_tag_eq: The equation of the layer's tag.
+        name: Name of the block, for error messages.
+        scale: The multiple, a positive number.
 
     Raises:
-        ValueError: if it is not positive.
+        ValueError: If the scale is not positive.
+
+    Examples:
+        >>> import functools
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def model(w, x):
+        ...     return curvax.register_squared_error_loss(x @ w)
+        >>> args = jnp.ones((2, 1)), jnp.ones((4, 2))
+        >>> blocks = {"dense": functools.partial(curvax.ScaledIdentity, scale=3.0)}
+        >>> estimator = curvax.BlockDiagonalCurvature(model, layer_tag_to_block_ctor=blocks)
+        >>> estimator.to_dense_matrix(estimator.init(jax.random.key(0), args, None, None))
+        Array([[3., 0.],
+               [0., 3.]], dtype=float32)
     """
 
-    def __init__(self, layer_tag_eq: Any, name: str, scale: ArrayLike = 1.0) -> None:
+    def __init__(self, layer_tag_eq: TagEquation, name: str, scale: ArrayLike = 1.0) -> None:
         super().__init__(layer_tag_eq, name)
         if isinstance(scale, float | int) and scale <= 0:
             raise ValueError(f"curvax.ScaledIdentity: the scale must be positive, got {scale}.")
@@ -34,11 +56,11 @@ class ScaledIdentity(CurvatureBlock):
     def fixed_scale(self) -> ArrayLike:
         return self._scale
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: Any) -> Statistics:
+    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
         del use, uses, state
         return {}
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: Any) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
         del sums, uses, state
         return Sums()
 
@@ -48,17 +70,17 @@ class ScaledIdentity(CurvatureBlock):
         del terms, uses, batch_size
         return ()
 
-    def with_cache(self, state: Any, results: PyTree, wanted: Refresh) -> Any:
+    def with_cache(self, state: BlockState, results: PyTree, wanted: Refresh) -> BlockState:
         del results, wanted
         return replace(state, cache=None)
 
     def _multiply_matpower(
-        self, state: Any, vector: tuple[Array, ...], how: MatrixPower
+        self, state: BlockState, vector: tuple[Array, ...], how: MatrixPower
     ) -> tuple[Array, ...]:
         del state
         factor = (1 + how.identity_weight) ** how.power
         return tuple(x * factor.astype(x.dtype) for x in vector)
 
-    def _eigenvalues(self, state: Any, use_cached: bool) -> Array:
+    def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         del state, use_cached
         return jnp.ones((self.dim,), self.dtype)

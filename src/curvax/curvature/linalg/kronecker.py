@@ -1,14 +1,15 @@
 """Kronecker products of two PSD matrices: damping, powers and eigenvalues.
 
-The matrix `kron(inputs, outputs)` acts on an array `x` of the shape (inputs, outputs) as
-`inputs @ x @ outputs`. A multiple of the identity that is added to it has no such form. Exactly,
-it is added to the eigenvalues. Approximately, it is split between both factors, so that each
-gets the more of it the larger it is on average (`pi` is the ratio of their scales); this needs no
-eigenvectors (Martens & Grosse 2015, section 6.3).
+The matrix `kron(inputs, outputs)` acts on an array `x` of shape (inputs, outputs) as
+`inputs @ x @ outputs`. With a multiple of the identity added, it is no longer a Kronecker product.
+The exact power adds the multiple to the eigenvalues. The approximate power (factored Tikhonov
+damping) adds a multiple of the identity to each factor, in proportion to the factor's mean
+eigenvalue: `pi` is the square root of their ratio. This needs no eigenvectors (Martens & Grosse
+2015, "Optimizing neural networks with Kronecker-factored approximate curvature", section 6.3).
 
-A `Side` is one factor: dense matrices, or diagonal ones where they would be wide. Several matrices,
-one for each layer of a stack or for each head, are along leading axes. What a side is applied to
-has the shape (..., inputs, outputs): the first side acts along the inputs, the second on the
+A `Side` is one factor: dense matrices, or diagonal ones where dense ones would be too large.
+Several matrices, one for each layer of a stack or for each head, are along leading axes. A side
+acts on arrays of shape (..., inputs, outputs): the first along the inputs, the second along the
 outputs.
 """
 
@@ -16,7 +17,6 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -36,20 +36,20 @@ class Side(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the array that holds it."""
+        """The shape of the array that stores the matrices."""
 
     @property
     @abc.abstractmethod
     def work(self) -> float:
-        """Return about how many operations a power of it takes."""
+        """The approximate number of operations of a matrix power."""
 
     @abc.abstractmethod
     def of_rows(self, rows: Array) -> Array:
-        """Sum the outer products of rows (..., number, size)."""
+        """Return the sum of outer products of rows, of shape (..., rows, size)."""
 
     @abc.abstractmethod
     def of_diagonal(self, diagonal: Array) -> Array:
-        """This side of a diagonal matrix."""
+        """Return the representation of a diagonal matrix."""
 
     @abc.abstractmethod
     def diagonal(self, matrix: Array) -> Array:
@@ -60,26 +60,29 @@ class Side(abc.ABC):
         return jnp.sum(self.diagonal(matrix), axis=-1)
 
     def mean(self, matrix: Array) -> Array:
-        """Return the mean of the eigenvalues of each matrix."""
+        """Return the mean eigenvalue of each matrix."""
         return self.trace(matrix) / max(self.size, 1)
 
     @abc.abstractmethod
     def power(
         self, matrix: Array, identity_weight: ArrayLike, power: float | int, scale: ArrayLike = 1
     ) -> Array | Power:
-        """Return `(scale * matrix + identity_weight * identity) ** power`, or the task of it."""
+        """Return `(scale * matrix + identity_weight * identity) ** power`, or a task for it."""
 
     @abc.abstractmethod
     def eigen(self, matrix: Array) -> tuple[Array, None] | Eigenvectors:
-        """Return eigenvalues, and None where eigenvectors are the unit vectors; or the task."""
+        """Return eigenvalues and eigenvectors, or a task for them.
+
+        None stands for the eigenvectors of diagonal matrices, which are the unit vectors.
+        """
 
     @abc.abstractmethod
     def act_on_inputs(self, matrix: Array, x: Array) -> Array:
-        """`matrix @ x`."""
+        """Return `matrix @ x`."""
 
     @abc.abstractmethod
     def act_on_outputs(self, x: Array, matrix: Array) -> Array:
-        """`x @ matrix`."""
+        """Return `x @ matrix`."""
 
 
 class DenseSide(Side):
@@ -119,7 +122,7 @@ class DenseSide(Side):
 
 
 class DiagonalSide(Side):
-    """A side of diagonal matrices, held as their diagonals."""
+    """A side of diagonal matrices, stored as their diagonals."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,7 +158,7 @@ class DiagonalSide(Side):
 
 
 Eigen = dict[str, Array]
-"""Eigenvalues and eigenvectors of both sides; of a diagonal side only the values."""
+"""Eigenvalues and eigenvectors of both sides; only eigenvalues of a diagonal side."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,16 @@ class Kronecker:
         power: float | int,
         scales: tuple[ArrayLike, ArrayLike] = (1, 1),
     ) -> tuple[Array | Power, Array | Power]:
-        """Return a power of both factors, times their scales, with the identity split by `pi`.
+        """Return the power of each damped factor, or tasks for them, for `run_matrix_tasks`.
 
-        They may be tasks, for `run_matrix_tasks`.
+        Arguments:
+            inputs: The first factor.
+            outputs: The second factor.
+            identity_weight: Multiple of the identity that is added to the product: one number, or
+                one for each matrix. Its square root is added to the factors, times `pi` and
+                divided by `pi`.
+            power: Any real number.
+            scales: Numbers by which the factors are multiplied first.
         """
         of_inputs, of_outputs = (jnp.asarray(x).astype(inputs.dtype) for x in scales)
         means = [
@@ -192,17 +202,17 @@ class Kronecker:
         )
 
     def multiply(self, inputs: Array, outputs: Array, x: Array) -> Array:
-        """`inputs @ x @ outputs`."""
+        """Return `inputs @ x @ outputs`."""
         return self.outputs.act_on_outputs(self.inputs.act_on_inputs(inputs, x), outputs)
 
-    def eigen_tasks(self, inputs: Array, outputs: Array) -> list[Any]:
-        """Return the tasks of computing eigenvalues and eigenvectors of both factors."""
+    def eigen_tasks(self, inputs: Array, outputs: Array) -> list[tuple[Array, None] | Eigenvectors]:
+        """Return tasks for the eigenvalues and eigenvectors of both factors."""
         return [self.inputs.eigen(inputs), self.outputs.eigen(outputs)]
 
-    def eigen_of(self, found: Sequence[tuple[Array, Array | None]]) -> Eigen:
+    def eigen_of(self, results: Sequence[tuple[Array, Array | None]]) -> Eigen:
         """Return the eigenvalues and eigenvectors of both factors, from the results of tasks."""
         eigen: Eigen = {}
-        for name, (values, vectors) in zip(("inputs", "outputs"), found, strict=True):
+        for name, (values, vectors) in zip(("inputs", "outputs"), results, strict=True):
             eigen[f"{name}_values"] = values
             if vectors is not None:
                 eigen[f"{name}_vectors"] = vectors
@@ -213,13 +223,13 @@ class Kronecker:
         return self.eigen_of(run_matrix_tasks(self.eigen_tasks(inputs, outputs)))
 
     def eigenvalues(self, eigen: Eigen) -> Array:
-        """Return all eigenvalues of the product, in the shape (..., inputs, outputs)."""
+        """Return the eigenvalues of the product, of shape (..., inputs, outputs)."""
         return eigen["inputs_values"][..., :, None] * eigen["outputs_values"][..., None, :]
 
     def multiply_power(
         self, eigen: Eigen, x: Array, identity_weight: ArrayLike, power: float | int
     ) -> Array:
-        """Return `(kron(inputs, outputs) + identity_weight * identity) ** power` times `x`."""
+        """Multiply `x` by `(kron(inputs, outputs) + identity_weight * identity) ** power`."""
         weight = per_matrix(identity_weight, 2, x.dtype)
         sides = {
             name: clamp_eigenvalues(eigen[name], identity_weight, power)
@@ -230,7 +240,7 @@ class Kronecker:
 
 
 def to_basis(eigen: Eigen, x: Array) -> Array:
-    """Return `x` in the basis of eigenvectors."""
+    """Return the coordinates of `x` in the basis of eigenvectors."""
     if "inputs_vectors" in eigen:
         x = jnp.matrix_transpose(eigen["inputs_vectors"]) @ x
     return x @ eigen["outputs_vectors"] if "outputs_vectors" in eigen else x

@@ -1,10 +1,10 @@
 """Powers of symmetric positive semi-definite matrices plus a multiple of the identity.
 
-A Cholesky factorisation is the fast way to an inverse. Where the condition of a matrix comes near
-what its dtype can resolve, what it returns is not accurate any more, or not finite. That is
-noticed, and the inverse is then computed from eigenvalues. Without damping, those below what can be
-resolved are taken to be just that: the inverse of a singular matrix is large, and not infinite. All
-functions take several matrices along leading axes.
+Inverses come from a Cholesky factorisation. Its result is inaccurate or not finite if the condition
+number of the matrix approaches the inverse of the machine epsilon. A residual check detects this,
+and the inverse is then computed from eigenvalues. Without damping, eigenvalues below the resolution
+of the dtype are clamped to it: the inverse of a singular matrix is large but finite. All functions
+accept several matrices along leading axes.
 """
 
 import math
@@ -26,11 +26,12 @@ from curvax._cpu import (
 from curvax._types import Array
 
 LARGEST_RESIDUAL = 0.05
-"""Up to what residual an inverse by factorisation is accepted; see `_is_inverse`.
+"""Largest residual at which an inverse by factorisation is accepted; see `_is_inverse`.
 
-Measured in float32 for sizes from 64 to 512, its relative error is then below 5 %. The hardest
-spectrum is one half ones and one half tiny: that has such a residual at a condition of 6e4.
-Spectra that fall gradually, as those of second moments do, have it at 5e5, with errors below 1 %.
+In float32, for sizes from 64 to 512, the measured relative error is then below 5 %. The hardest
+spectrum has half of its eigenvalues one and the other half tiny: it reaches this residual at a
+condition number of 6e4. Spectra that decay gradually, as those of second moments do, reach it at
+5e5, with errors below 1 %.
 """
 
 
@@ -41,19 +42,22 @@ def add_identity(matrix: Array, weight: ArrayLike) -> Array:
 
 
 def diagonal(matrix: Array) -> Array:
-    """Return the diagonal of each matrix: `jnp.diagonal`, by a strided slice and no gather."""
+    """Return the diagonal of each matrix.
+
+    Equal to `jnp.diagonal`, except that it is a strided slice and not a gather.
+    """
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
 
 def per_matrix(weight: ArrayLike, axes: int, dtype: jnp.dtype) -> Array:
-    """Return a scalar as it is, or one number for each matrix with trailing axes of length one."""
+    """Cast a weight; if there is one for each matrix, append `axes` axes of length one."""
     weight = jnp.asarray(weight).astype(dtype)
     return weight.reshape(*weight.shape, *[1] * axes) if weight.ndim else weight
 
 
 def psd_eigh(matrix: Array) -> tuple[Array, Array]:
-    """Return eigenvalues, none of them negative, and eigenvectors, as columns."""
+    """Return eigenvalues, clamped to be non-negative, and eigenvectors, as columns."""
     values, vectors = _eigh(matrix)
     return jnp.maximum(values, 0), vectors
 
@@ -65,10 +69,16 @@ def spectral_power(
     *,
     largest: Array | None = None,
 ) -> Array:
-    """Return powers of the eigenvalues of a PSD matrix; all of them are along `axes`.
+    """Return powers of the eigenvalues of a PSD matrix, which are along `axes`.
 
-    For a negative power, zeros are taken to be as much as the rounding of the largest. If all are
-    zero, so are the powers.
+    For a negative power, zeros are replaced by the resolution of the dtype times the largest
+    eigenvalue. If all eigenvalues are zero, so are the powers.
+
+    Arguments:
+        values: The eigenvalues of each matrix.
+        power: Any real number.
+        axes: The axes along which the eigenvalues of one matrix are.
+        largest: The largest eigenvalue of each matrix, if it is known.
     """
     if power >= 0:
         return values**power
@@ -88,8 +98,14 @@ def clamp_eigenvalues(
 ) -> Array:
     """Clamp the eigenvalues of a dense matrix from below, for a negative power without damping.
 
-    Those that rounding makes indistinguishable from zero become the smallest that are not. With
-    damping nothing is clamped: there are no zeros.
+    Eigenvalues that rounding makes indistinguishable from zero become the smallest distinguishable
+    one. With damping none is clamped, because none is zero.
+
+    Arguments:
+        values: The eigenvalues of each matrix, along the last axis.
+        identity_weight: The damping: one number, or one for each matrix.
+        power: The power that will be computed.
+        largest: The largest eigenvalue of each matrix, if it is known.
     """
     if power >= 0:
         return values
@@ -104,7 +120,7 @@ def psd_power(
 ) -> Array:
     """Return `(scale * matrix + identity_weight * identity) ** power`.
 
-    To give a number as a scale takes less memory than to multiply a matrix with it before.
+    Passing `scale` takes less memory than scaling the matrix before the call.
     """
     weight, scale = (jnp.asarray(x).astype(matrix.dtype) for x in (identity_weight, scale))
     if power == 1 or matrix.size == 0:
@@ -129,47 +145,50 @@ def _padded_inverse(matrix: Array, weight: Array, scale: Array) -> Array:
 
 
 def checked_inverse(damped: Array, weight: Array) -> Array:
-    """Return the inverse of a matrix with `weight` on its diagonal already.
+    """Return the inverse of a matrix whose diagonal already includes `weight`.
 
-    It is that of the factorisation where this is accurate, else it is computed from eigenvalues.
+    The inverse is that of the factorisation if it is accurate, otherwise that from eigenvalues.
     """
     inverse = positive_inverse(damped)
     is_good = _is_inverse(damped, inverse)
 
-    def mended(inverse: Array) -> Array:
-        other = _by_eigenvalues(damped, weight)
-        return other if damped.ndim == 2 else jnp.where(is_good[..., None, None], inverse, other)
+    def corrected(inverse: Array) -> Array:
+        spectral = _by_eigenvalues(damped, weight)
+        if damped.ndim == 2:
+            return spectral
+        return jnp.where(is_good[..., None, None], inverse, spectral)
 
-    return run_if(~jnp.all(is_good), mended, inverse)
+    return run_if(~jnp.all(is_good), corrected, inverse)
 
 
 @_inverse.defjvp
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    # With A = scale * matrix + weight * identity, d(A⁻¹) = -A⁻¹ dA A⁻¹.
     inverse = _inverse(*primals)
-    (matrix, _, scale), (its_own, weight, its_scale) = primals, tangents
-    damped = add_identity(_scaled(its_own, scale) + _scaled(matrix, its_scale), weight)
-    return inverse, -_matmul(_matmul(inverse, damped), inverse)
+    (matrix, _, scale), (d_matrix, d_weight, d_scale) = primals, tangents
+    d_damped = add_identity(_scaled(d_matrix, scale) + _scaled(matrix, d_scale), d_weight)
+    return inverse, -_matmul(_matmul(inverse, d_damped), inverse)
 
 
 @compiled_once
 def spectral_of(matrix: Array, weight: Array, scale: Array, *, power: float | int) -> Array:
-    """Return `(scale * matrix + weight * identity) ** power`, by eigenvalues."""
+    """Return `(scale * matrix + weight * identity) ** power`, from eigenvalues."""
     values, vectors = psd_eigh(matrix)
     values = per_matrix(scale, 1, values.dtype) * values
-    return _put_together(values, vectors, weight, power)
+    return _from_eigenvalues(values, vectors, weight, power)
 
 
 @compiled_once
 def _by_eigenvalues(damped: Array, weight: Array) -> Array:
-    """Return the inverse of a matrix with `weight` on its diagonal already, by eigenvalues."""
+    """Return the inverse of a matrix whose diagonal already includes `weight`."""
     values, vectors = _eigh(damped)
     values = jnp.maximum(values - per_matrix(weight, 1, values.dtype), 0)
-    return _put_together(values, vectors, weight, -1)
+    return _from_eigenvalues(values, vectors, weight, -1)
 
 
-def _put_together(values: Array, vectors: Array, weight: Array, power: float | int) -> Array:
-    """Return a power of a matrix from its eigenvalues, to all of which a weight is added."""
-    # Eigenvalues are sorted.
+def _from_eigenvalues(values: Array, vectors: Array, weight: Array, power: float | int) -> Array:
+    """Return `(matrix + weight * identity) ** power` from the eigenvalues of `matrix`."""
+    # `eigh` sorts eigenvalues in ascending order.
     values = clamp_eigenvalues(values, weight, power, largest=values[..., -1:])
     values = values + per_matrix(weight, 1, values.dtype)
     powers = spectral_power(values, power, largest=values[..., -1:])
@@ -178,44 +197,44 @@ def _put_together(values: Array, vectors: Array, weight: Array, power: float | i
 
 
 def _eigh(matrix: Array) -> tuple[Array, Array]:
-    # LAPACK is column-major, so that the transpose costs nothing.
+    # LAPACK is column-major, so the transpose is free.
     decompose = lambda x: tuple(jnp.linalg.eigh(x, symmetrize_input=False))
     return one_by_one(decompose, jnp.matrix_transpose(matrix))
 
 
 def _matmul(x: Array, y: Array) -> Array:
-    """Return `x @ y` in the precision of the dtype, which on GPUs and TPUs is not the default."""
+    """Return `x @ y` in the full precision of the dtype, which GPUs and TPUs do not default to."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _resolution(size: int, dtype: jnp.dtype) -> float:
-    """Return the smallest eigenvalue that is not rounding, relative to the largest."""
+    """Return the smallest eigenvalue above rounding, relative to the largest."""
     return max(8, math.sqrt(size)) * float(jnp.finfo(dtype).eps)
 
 
 @compiled_once
 def _is_inverse(matrix: Array, inverse: Array) -> Array:
-    """Return whether `vector @ matrix @ inverse` is near the vector, for four vectors.
+    """Return whether `vector @ matrix @ inverse` is close to the vector, for four vectors.
 
-    Two of them have a component in all directions. The others are what the matrix makes of these,
-    so that the largest eigenvalues have most weight. What is wrong with an inverse by factorisation
-    shows there: it is as if the matrix had changed by about its rounding.
+    Two vectors have components in all directions. The other two are their products with the matrix,
+    which weights the largest eigenvalues most. The backward error of a factorisation is about the
+    rounding of the matrix, that is of its largest eigenvalues, and shows there.
     """
     columns = np.arange(matrix.shape[-1])
-    some = jnp.asarray(np.cos(columns**2 + np.array([[1.0], [2.0]])), matrix.dtype)
-    some = jnp.broadcast_to(some, (*matrix.shape[:-2], 2, matrix.shape[-1]))
-    products = _matmul(some, matrix)
-    # Squares of what is very large or very small are not numbers any more.
-    size = jnp.sum(row_products(some, products), axis=-1)[..., None, None]
-    others = products / jnp.where(size > 0, size, 1)
-    residual_is_small = _are_near(_matmul(products, inverse), some)
-    return residual_is_small & _are_near(_matmul(_matmul(others, matrix), inverse), others)
+    first = jnp.asarray(np.cos(columns**2 + np.array([[1.0], [2.0]])), matrix.dtype)
+    first = jnp.broadcast_to(first, (*matrix.shape[:-2], 2, matrix.shape[-1]))
+    products = _matmul(first, matrix)
+    # Normalised, because squares of very large or very small numbers overflow or underflow.
+    size = jnp.sum(row_products(first, products), axis=-1)[..., None, None]
+    second = products / jnp.where(size > 0, size, 1)
+    first_is_close = _are_close(_matmul(products, inverse), first)
+    return first_is_close & _are_close(_matmul(_matmul(second, matrix), inverse), second)
 
 
-def _are_near(found: Array, vectors: Array) -> Array:
-    """Return whether the distance from each vector is finite and a small part of its length."""
+def _are_close(found: Array, vectors: Array) -> Array:
+    """Return whether the distance from each vector is finite and small relative to its length."""
     lengths = row_products(vectors, vectors)
-    # The square of the distance, to rounding, which is far less than what is small here.
+    # |f - v|² = |f|² - 2 f·v + |v|². Its rounding error is far below the tolerance.
     squares = row_products(found, found) - 2 * row_products(found, vectors) + lengths
     return jnp.all(squares <= LARGEST_RESIDUAL**2 * lengths, axis=-1)
 

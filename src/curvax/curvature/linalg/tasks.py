@@ -1,18 +1,17 @@
-"""Powers and eigenvectors of many matrices, which are requested first and then computed together.
+"""Powers and eigendecompositions of many matrices, requested first and then computed together.
 
-A task says what is wanted of a matrix, or of several along leading axes. On one device each task is
-computed by itself. On several, all matrices are assigned to devices, so that each has about as much
-to do, and results are gathered on all.
+A task describes a computation on a matrix, or on several along leading axes. On one device each
+task runs by itself. On several devices, matrices are assigned to devices so as to balance the work,
+and the results are gathered on all devices.
 
-Matrices of one size form a stack. Each device runs one loop over its own rows of it: so all devices
-run the same program, and it does not grow with their number.
+Matrices of one size form a stack, and each device loops over the rows of it that are assigned to
+it. So all devices run the same program, whose size does not grow with their number.
 """
 
 import abc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,39 +34,42 @@ from curvax.devices.task_assignment import assign, own_rows
 Rows = tuple[Array, ...]
 """Arrays with a row for each matrix."""
 
+Result = Array | tuple[Array, Array]
+"""A matrix power, or eigenvalues and eigenvectors."""
+
 
 class MatrixTask(abc.ABC):
-    """Something to compute of matrices."""
+    """A computation on one or several matrices."""
 
     @abc.abstractmethod
-    def alone(self) -> Any:
-        """Compute the result at once."""
+    def alone(self) -> Result:
+        """Compute the result of this task alone."""
 
     @abc.abstractmethod
-    def zeros(self) -> Any:
+    def zeros(self) -> Result:
         """Return zeros like the result."""
 
     @property
     @abc.abstractmethod
-    def kind(self) -> Any:
-        """Return a key: tasks with the same one can be rows of one stack."""
+    def kind(self) -> Hashable:
+        """A key: tasks with the same key can share a stack."""
 
     @abc.abstractmethod
     def rows(self) -> Rows:
         """Return the operands of `each`, with a row for each matrix."""
 
     @abc.abstractmethod
-    def each(self, *row: Array) -> Any:
+    def each(self, *row: Array) -> Result:
         """Compute the result for one matrix."""
 
     @abc.abstractmethod
-    def of_rows(self, found: Any) -> Any:
-        """Put the result together from those of its matrices."""
+    def of_rows(self, rows: Result) -> Result:
+        """Return the result of the task, from those of its matrices along a leading axis."""
 
 
 @dataclass(frozen=True)
 class Power(MatrixTask):
-    """`(scale * matrix + identity_weight * identity) ** power`."""
+    """The task of computing `(scale * matrix + identity_weight * identity) ** power`."""
 
     matrix: Array
     identity_weight: ArrayLike
@@ -81,7 +83,7 @@ class Power(MatrixTask):
         return jnp.zeros_like(self.matrix)
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> Hashable:
         size = jax.eval_shape(lambda: self.rows()[0]).shape[-1]
         return Power, self.power, size, self.matrix.dtype
 
@@ -100,14 +102,15 @@ class Power(MatrixTask):
             return checked_inverse(matrix, weight)
         return spectral_of(matrix, weight, jnp.ones_like(weight), power=self.power)
 
-    def of_rows(self, found: Array) -> Array:
+    def of_rows(self, rows: Result) -> Array:
+        assert not isinstance(rows, tuple)
         size = self.matrix.shape[-1]
-        return found[:, :size, :size].reshape(self.matrix.shape)
+        return rows[:, :size, :size].reshape(self.matrix.shape)
 
 
 @dataclass(frozen=True)
 class Eigenvectors(MatrixTask):
-    """Eigenvalues, none of them negative, and eigenvectors, as columns."""
+    """The task of computing eigenvalues, clamped to be non-negative, and eigenvectors."""
 
     matrix: Array
 
@@ -118,7 +121,7 @@ class Eigenvectors(MatrixTask):
         return jnp.zeros_like(self.matrix[..., 0]), jnp.zeros_like(self.matrix)
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> Hashable:
         return Eigenvectors, self.matrix.shape[-1], self.matrix.dtype
 
     def rows(self) -> Rows:
@@ -127,94 +130,107 @@ class Eigenvectors(MatrixTask):
     def each(self, *row: Array) -> tuple[Array, Array]:
         return psd_eigh(*row)
 
-    def of_rows(self, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        values, vectors = found
+    def of_rows(self, rows: Result) -> tuple[Array, Array]:
+        values, vectors = rows
         return values.reshape(self.matrix.shape[:-1]), vectors.reshape(self.matrix.shape)
 
 
-def run_matrix_tasks(requests: PyTree, axis_name: str | None = None) -> Any:
-    """Run a pytree of tasks and return that of their results. What is no task is its own result.
+def run_matrix_tasks(requests: PyTree, axis_name: str | None = None) -> PyTree:
+    """Return a pytree with every task replaced by its result; other leaves are returned unchanged.
 
     Arguments:
-        requests: what to compute.
-        axis_name: the name of a mapped axis of devices to assign the tasks to, if there is one. All
-            of them have the same tasks. There is no reverse derivative then.
+        requests: A pytree of tasks, the same on all devices.
+        axis_name: Name of a mapped axis of devices to assign the tasks to, or None. With it, there
+            is no reverse-mode derivative.
+
+    Returns:
+        The results, on all devices.
     """
     tasks, tree = jax.tree.flatten(requests)
     results = list(tasks)
-    kinds: dict[Any, list[int]] = {}
-    for number, task in enumerate(tasks):
+    tasks_of_kind: dict[Hashable, list[int]] = {}
+    for index, task in enumerate(tasks):
         if isinstance(task, MatrixTask):
-            if axis_name is None or not _is_worth_sharing(task):
-                results[number] = task.alone()
+            if axis_name is None or not _is_worth_distributing(task):
+                results[index] = task.alone()
             else:
-                kinds.setdefault(task.kind, []).append(number)
-    if axis_name is not None and kinds:
-        stacks = [_Stack.of([tasks[number] for number in own]) for own in kinds.values()]
-        for own, found in zip(kinds.values(), _shared_out(stacks, axis_name), strict=True):
-            for number, result in zip(own, found, strict=True):
-                results[number] = result
+                tasks_of_kind.setdefault(task.kind, []).append(index)
+    if axis_name is not None and tasks_of_kind:
+        groups = list(tasks_of_kind.values())
+        stacks = [_Stack.of([tasks[index] for index in group]) for group in groups]
+        for group, found in zip(groups, _run_on_devices(stacks, axis_name), strict=True):
+            for index, result in zip(group, found, strict=True):
+                results[index] = result
     return tree.unflatten(results)
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """All matrices of tasks of one kind."""
+    """All matrices of tasks of one kind.
+
+    Attributes:
+        tasks: The tasks.
+        rows: The operands of all matrices.
+        lengths: Number of matrices of each task.
+    """
 
     tasks: Sequence[MatrixTask]
     rows: Rows
     lengths: Sequence[int]
-    """How many matrices each task has."""
 
     @classmethod
     def of(cls, tasks: Sequence[MatrixTask]) -> "_Stack":
-        each = [task.rows() for task in tasks]
-        rows = tuple(jnp.concatenate(parts) for parts in zip(*each, strict=True))
-        return cls(tasks, rows, [own[0].shape[0] for own in each])
+        rows_of_tasks = [task.rows() for task in tasks]
+        rows = tuple(jnp.concatenate(parts) for parts in zip(*rows_of_tasks, strict=True))
+        return cls(tasks, rows, [rows[0].shape[0] for rows in rows_of_tasks])
 
     @property
     def work(self) -> list[float]:
-        """About how much there is to do for each matrix."""
+        """The approximate number of operations for each matrix."""
         matrices = self.rows[0]
         return [float(matrices.shape[-1]) ** 3] * matrices.shape[0]
 
-    def each(self, number: Array) -> Any:
-        """The result for one of the matrices."""
-        take = lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False)
+    def each(self, index: Array) -> Result:
+        """Compute the result for the matrix of an index."""
+        take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)
         return self.tasks[0].each(*map(take, self.rows))
 
-    def split(self, found: Any) -> list[Any]:
-        """The results of the tasks, from those of all matrices."""
+    def zeros(self) -> Result:
+        """Return zeros like the results of all matrices."""
+        shapes = jax.eval_shape(self.each, jnp.zeros((), jnp.int32))
+        count = sum(self.lengths)
+        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+
+    def by_task(self, rows: Result) -> list[Result]:
+        """Return the results of the tasks, from those of all matrices."""
         edges = np.cumsum([0, *self.lengths])
-        part = lambda start, end: jax.tree.map(lambda x: x[start:end], found)
+        part = lambda start, end: jax.tree.map(lambda x: x[start:end], rows)
         parts = [part(*ends) for ends in itertools.pairwise(edges)]
-        return [task.of_rows(own) for task, own in zip(self.tasks, parts, strict=True)]
+        return [task.of_rows(rows) for task, rows in zip(self.tasks, parts, strict=True)]
 
 
-def _shared_out(stacks: Sequence[_Stack], axis_name: str) -> list[list[Any]]:
-    """The results of the tasks of all stacks, each matrix computed on one device."""
+def _run_on_devices(stacks: Sequence[_Stack], axis_name: str) -> list[list[Result]]:
+    """Return the results of the tasks of all stacks, each matrix computed on one device."""
     count, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
     owners = iter(assign([work for stack in stacks for work in stack.work], count))
-    found = []
+    local = []
     for stack in stacks:
-        own = [next(owners) for _ in stack.work]
-        numbers = [[k for k, owner in enumerate(own) if owner == who] for who in range(count)]
-        found.append(own_rows(stack.each, numbers, device, _zeros(stack)))
-    return [stack.split(own) for stack, own in zip(stacks, lax.psum(found, axis_name), strict=True)]
+        owner_of_row = [next(owners) for _ in stack.work]
+        rows_of_device = [
+            [row for row, owner in enumerate(owner_of_row) if owner == index]
+            for index in range(count)
+        ]
+        local.append(own_rows(stack.each, rows_of_device, device, stack.zeros()))
+    # Rows that other devices compute are zero here, so the sum gathers them.
+    gathered = lax.psum(local, axis_name)
+    return [stack.by_task(rows) for stack, rows in zip(stacks, gathered, strict=True)]
 
 
-def _zeros(stack: _Stack) -> Any:
-    """What is yet to be found of all matrices of a stack."""
-    shapes = jax.eval_shape(stack.each, jnp.zeros((), jnp.int32))
-    number = sum(stack.lengths)
-    return jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), shapes)
-
-
-def _is_worth_sharing(task: MatrixTask) -> bool:
-    """Return whether a task takes so long that sending its result to all devices pays."""
+def _is_worth_distributing(task: MatrixTask) -> bool:
+    """Return whether a task takes longer than communicating its result."""
     return not (isinstance(task, Power) and (task.power == 1 or task.matrix.size == 0))
 
 
 def _flat(matrix: Array) -> Array:
-    """Return matrices along a single leading axis."""
+    """Merge the leading axes into one."""
     return matrix.reshape(-1, *matrix.shape[-2:])

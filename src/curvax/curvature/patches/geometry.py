@@ -1,25 +1,25 @@
-"""Which patches of its inputs a convolution sees: `ConvGeometry`, in the words of `jax.lax`.
+"""`ConvGeometry`: the patches of its inputs that a convolution reads, in the terms of `jax.lax`.
 
-An output position p of a convolution sees, along each spatial axis and for each place a in the
-kernel, the element
+The output position p of a convolution reads, along each spatial axis and for each kernel offset a,
+the element
 
     p * window_stride + a * rhs_dilation
 
-of the inputs, once these are dilated by `lhs_dilation` and padded, both with zeros. The patch of a
-position is what it sees at all places of the kernel, in all channels of its group.
+of the inputs, after these have been dilated by `lhs_dilation` and padded, both with zeros. The
+patch of a position consists of the elements at all kernel offsets, in all channels of its group.
 
-Two orders are fixed for the whole package. Spatial axes are in the order of `window_strides`, which
-is the order of the specs in `dimension_numbers`. An element of a patch is told by its place
-in the kernel first, row-major, and then by its channel within the group.
+The package uses two fixed orders. Spatial axes are in the order of `window_strides`, which is the
+order of the specs in `dimension_numbers`. Elements of a patch are ordered by kernel offset first,
+row-major, and then by channel within the group.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from curvax._errors import as_integer, where
 from curvax._types import Array
@@ -29,7 +29,18 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ConvGeometry:
-    """The parameters of `lax.conv_general_dilated` that decide on its patches; see `of`."""
+    """The parameters of `lax.conv_general_dilated` that determine its patches.
+
+    Attributes:
+        kernel_spatial_shape: Spatial shape of the kernel.
+        window_strides: Strides, along each spatial axis.
+        padding: Padding before and after the inputs, along each spatial axis.
+        lhs_dilation: Dilation of the inputs, along each spatial axis.
+        rhs_dilation: Dilation of the kernel, along each spatial axis.
+        dimension_numbers: Layouts of inputs, kernel and outputs.
+        feature_group_count: Number of groups of channels.
+        batch_group_count: Number of groups of images.
+    """
 
     kernel_spatial_shape: tuple[int, ...]
     window_strides: tuple[int, ...]
@@ -53,10 +64,10 @@ class ConvGeometry:
         feature_group_count: int = 1,
         batch_group_count: int = 1,
     ) -> "ConvGeometry":
-        """The geometry of a convolution, from the parameters of its equation.
+        """Return the geometry of a convolution, from the parameters of its equation.
 
         `kernel_spatial_shape` is `rhs.shape[i] for i in dimension_numbers.rhs_spec[2:]`. A dilation
-        of None is one of 1 everywhere.
+        of None means 1 along all axes.
         """
         ones = (1,) * len(kernel_spatial_shape)
         return cls(
@@ -77,26 +88,26 @@ class ConvGeometry:
 
     @property
     def kernel_size(self) -> int:
-        """The number of places in the kernel."""
+        """The number of kernel offsets."""
         return math.prod(self.kernel_spatial_shape)
 
     @property
     def num_groups(self) -> int:
-        """How many groups of channels or of images have patches of their own; mostly 1."""
+        """The number of groups of channels or of images, each with separate patches."""
         return self.feature_group_count * self.batch_group_count
 
     @property
     def spatial_order_of_outputs(self) -> tuple[int, ...]:
-        """The numbers of the spatial axes, in the order in which the outputs have them."""
+        """The indices of the spatial axes, in the order of the outputs."""
         axes = self.dimension_numbers.out_spec[2:]
         return tuple(sorted(range(self.num_spatial), key=lambda i: axes[i]))
 
     def spatial_shape(self, inputs_shape: Sequence[int]) -> tuple[int, ...]:
-        """The spatial shape of the inputs."""
+        """Return the spatial shape of the inputs."""
         return tuple(inputs_shape[axis] for axis in self.dimension_numbers.lhs_spec[2:])
 
     def padded_spatial_shape(self, inputs_shape: Sequence[int]) -> tuple[int, ...]:
-        """The spatial shape of the inputs once they are dilated and padded; never negative."""
+        """Return the spatial shape of the dilated and padded inputs, at least zero."""
         sizes = zip(self.spatial_shape(inputs_shape), self.lhs_dilation, self.padding, strict=True)
         return tuple(
             max(0, (size and (size - 1) * dilation + 1) + low + high)
@@ -104,7 +115,7 @@ class ConvGeometry:
         )
 
     def position_shape(self, inputs_shape: Sequence[int]) -> tuple[int, ...]:
-        """The number of output positions along each spatial axis, in the order of strides."""
+        """Return the number of output positions along each axis, in the order of strides."""
         reach = zip(self.kernel_spatial_shape, self.rhs_dilation, strict=True)
         spans = [(size - 1) * dilation + 1 for size, dilation in reach]
         sizes = zip(
@@ -113,44 +124,44 @@ class ConvGeometry:
         return tuple(max(0, (size - span) // stride + 1) for size, span, stride in sizes)
 
     def output_spatial_shape(self, inputs_shape: Sequence[int]) -> tuple[int, ...]:
-        """The spatial shape of the outputs, in the order in which these have their axes."""
+        """Return the spatial shape of the outputs, in the order of their axes."""
         shape = self.position_shape(inputs_shape)
         return tuple(shape[i] for i in self.spatial_order_of_outputs)
 
     def num_positions(self, inputs_shape: Sequence[int]) -> int:
-        """The number of patches in each image."""
+        """Return the number of patches of each image."""
         return math.prod(self.position_shape(inputs_shape))
 
     def num_images(self, inputs_shape: Sequence[int]) -> int:
-        """The number of images in each group: all, unless there are several groups of them."""
+        """Return the number of images in each batch group."""
         return inputs_shape[self.dimension_numbers.lhs_spec[0]] // self.batch_group_count
 
     def num_channels(self, inputs_shape: Sequence[int]) -> int:
-        """The number of channels in each group."""
+        """Return the number of channels in each feature group."""
         return inputs_shape[self.dimension_numbers.lhs_spec[1]] // self.feature_group_count
 
     def patch_size(self, inputs_shape: Sequence[int]) -> int:
-        """The number of elements of a patch."""
+        """Return the number of elements of a patch."""
         return self.kernel_size * self.num_channels(inputs_shape)
 
 
-# Reading the arguments of the public functions, and telling users what is wrong with them.
+# Validation of the arguments of the public functions.
 
 Sizes = int | Sequence[int]
-"""A number for each spatial axis, or one for all."""
+"""An integer for each spatial axis, or one for all."""
 
 Padding = str | Sequence[Sequence[int]]
-"""The name of a padding, or how much to pad before and after along each spatial axis."""
+"""The name of a padding, or the padding before and after along each spatial axis."""
 
 DimNumbers = Sequence[str] | lax.ConvDimensionNumbers
-"""The layouts of inputs, kernel and outputs, as `lax.conv_dimension_numbers` takes them."""
+"""The layouts of inputs, kernel and outputs, as `lax.conv_dimension_numbers` accepts them."""
 
 _FORMATS = ("NWC", "NCW", "NHWC", "NCHW", "NDHWC", "NCDHW")
 _PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 
 
-def read_inputs(inputs: Any) -> Array:
-    """The images, which must be real numbers and have one to three spatial axes."""
+def read_inputs(inputs: ArrayLike) -> Array:
+    """Return the images; check that they are real and have one to three spatial axes."""
     array = jnp.asarray(inputs)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
@@ -177,7 +188,7 @@ def read_geometry(
     feature_group_count: int,
     batch_group_count: int,
 ) -> ConvGeometry:
-    """The convolution that the arguments describe, if it has patches at all."""
+    """Return the convolution that the arguments describe; check that it has patches."""
     numbers = _read_layout(len(inputs_shape), data_format, dim_numbers)
     num_spatial = len(inputs_shape) - 2
     sizes = lambda name, value: _read_sizes(name, value, num_spatial)
@@ -197,12 +208,14 @@ def read_geometry(
         batch_group_count=_read_group_count("batch_group_count", batch_group_count),
     )
     _check_groups(geometry, inputs_shape)
-    _check_that_there_are_patches(geometry, inputs_shape)
+    _check_has_patches(geometry, inputs_shape)
     return geometry
 
 
-def read_weights(weights: Any, geometry: ConvGeometry, inputs_shape: Any) -> Any:
-    """The weights of patches, in full; None stays None."""
+def read_weights(
+    weights: ArrayLike | None, geometry: ConvGeometry, inputs_shape: tuple[int, ...]
+) -> Array | None:
+    """Return the weights of patches, broadcast to all patches; None if there are none."""
     if weights is None:
         return None
     array = jnp.asarray(weights)
@@ -219,7 +232,7 @@ def read_weights(weights: Any, geometry: ConvGeometry, inputs_shape: Any) -> Any
         )
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{where()}: weighting_array must be real, got {array.dtype}.")
-    # One rank at a time: `jax_numpy_rank_promotion` may forbid the rest.
+    # Expands the rank explicitly, because `jax_numpy_rank_promotion` may forbid promotion.
     return jnp.broadcast_to(array.reshape((1,) * (len(shape) - array.ndim) + array.shape), shape)
 
 
@@ -228,13 +241,15 @@ def _weights_shape(geometry: ConvGeometry, inputs_shape: Sequence[int]) -> tuple
     return (images, *geometry.output_spatial_shape(inputs_shape))
 
 
-def _read_layout(rank: int, data_format: Any, dim_numbers: Any) -> lax.ConvDimensionNumbers:
-    """`dim_numbers` if it is given, else what the data format says; None is that of `jax.lax`."""
+def _read_layout(
+    rank: int, data_format: str | None, dim_numbers: DimNumbers | None
+) -> lax.ConvDimensionNumbers:
+    """Return `dim_numbers`, else the layout of the data format, else the default of `jax.lax`."""
     if isinstance(dim_numbers, lax.ConvDimensionNumbers):
         if not all(sorted(spec) == list(range(rank)) for spec in dim_numbers):
             raise ValueError(
                 f"{where()}: each spec of dim_numbers must hold the axes 0 to {rank - 1}, because "
-                f"inputs have {rank}; got {dim_numbers}."
+                f"inputs have {rank} axes; got {dim_numbers}."
             )
         return dim_numbers
     if dim_numbers is None and data_format is not None:
@@ -244,10 +259,10 @@ def _read_layout(rank: int, data_format: Any, dim_numbers: Any) -> lax.ConvDimen
                 f"Describe any other layout with dim_numbers."
             )
         if len(data_format) != rank:
-            kin = [name for name in _FORMATS if len(name) == rank]
+            same_rank = [name for name in _FORMATS if len(name) == rank]
             raise ValueError(
                 f"{where()}: data_format={data_format!r} is for inputs with {len(data_format)} "
-                f"axes, but these have {rank}. For {rank - 2} spatial axes give one of {kin}."
+                f"axes, but these have {rank}. For {rank - 2} spatial axes give one of {same_rank}."
             )
         spatial = data_format.replace("N", "").replace("C", "")
         dim_numbers = (data_format, spatial + "IO", data_format)
@@ -260,8 +275,8 @@ def _read_layout(rank: int, data_format: Any, dim_numbers: Any) -> lax.ConvDimen
         ) from error
 
 
-def _read_sizes(name: str, value: Any, num_spatial: int) -> tuple[int, ...]:
-    """A positive integer for each spatial axis."""
+def _read_sizes(name: str, value: Sizes, num_spatial: int) -> tuple[int, ...]:
+    """Return a positive integer for each spatial axis."""
     number = as_integer(value)
     given = [number] * num_spatial if number is not None else value
     sizes = [as_integer(x) for x in given] if isinstance(given, Sequence) else [None]
@@ -281,7 +296,7 @@ def _read_sizes(name: str, value: Any, num_spatial: int) -> tuple[int, ...]:
 
 
 def _read_padding(
-    padding: Any,
+    padding: Padding,
     spatial: tuple[int, ...],
     kernel: tuple[int, ...],
     strides: tuple[int, ...],
@@ -314,7 +329,7 @@ def _read_padding(
     return [(low, high) for low, high in pairs if low is not None and high is not None]
 
 
-def _read_group_count(name: str, value: Any) -> int:
+def _read_group_count(name: str, value: int) -> int:
     count = as_integer(value)
     if count is None or count < 1:
         raise ValueError(f"{where()}: {name} must be a positive Python integer, got {value!r}.")
@@ -340,7 +355,7 @@ def _check_groups(geometry: ConvGeometry, inputs_shape: tuple[int, ...]) -> None
             )
 
 
-def _check_that_there_are_patches(geometry: ConvGeometry, inputs_shape: tuple[int, ...]) -> None:
+def _check_has_patches(geometry: ConvGeometry, inputs_shape: tuple[int, ...]) -> None:
     if 0 in inputs_shape:
         raise ValueError(
             f"{where()}: there is nothing to average in inputs of shape {inputs_shape}."

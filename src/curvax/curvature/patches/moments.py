@@ -1,4 +1,8 @@
-"""The average patch of a convolution's inputs, and the average of their outer products."""
+"""`patches_moments`: the mean patch of a convolution's inputs, and the mean outer product.
+
+The second moment is the input factor of K-FAC for convolutions (Grosse & Martens 2016, "A
+Kronecker-factored approximate Fisher matrix for convolution layers").
+"""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +39,7 @@ def patches_moments(
     *,
     chunk_size: int | None = None,
 ) -> tuple[Array, Array]:
-    """Average the patches that a convolution sees, and their outer products.
+    """Average the patches that a convolution reads, and their outer products.
 
     Equal to
 
@@ -43,48 +47,47 @@ def patches_moments(
         second = mean of tensordot(patch, patch, axes=0) * weight over patches
         first = mean of patch * weight over patches
 
-    except that patches exist for a few images at a time only, and mostly in part. Zeros of the
-    padding and of the dilation of inputs are elements of patches like others. Weights do not
-    change what is divided by: the number of patches, which is that of images times that of output
-    positions.
+    except that patches are formed for a few images at a time, and mostly only in part. Zeros of the
+    padding and of the dilation of inputs are elements of patches. Means are over the number of
+    patches, images times output positions, whatever the weights.
 
-    The kernel's factor of a K-FAC approximation of a convolution is such a second moment.
+    The input factor of K-FAC for a convolution is such a second moment (Grosse & Martens 2016).
 
     Arguments:
-        inputs: the images, of a real floating dtype, with one to three spatial axes.
-        kernel_spatial_shape: the spatial shape of the kernel. Here and below a single integer
-            stands for the same along all spatial axes.
-        strides: the strides of the convolution.
-        padding: "VALID", "SAME", "SAME_LOWER", or a pair `(low, high)` for each spatial axis,
-            where a negative number cuts inputs off.
-        data_format: the layout of inputs: "NHWC", "NCHW", or "NWC", "NCW", "NDHWC", "NCDHW". None
-            is batch, channels, then spatial axes.
-        dim_numbers: in place of `data_format`, the layouts of inputs, kernel and outputs, as
-            `lax.conv_dimension_numbers` takes or returns them. The spatial axes of the results,
-            and of all arguments but `weighting_array`, are in the order that the kernel has.
-        inputs_dilation: the dilation of inputs: one more than the zeros put between elements.
-        kernel_dilation: the dilation of the kernel.
-        feature_group_count: the number of groups of channels. Each has moments of its own.
-        batch_group_count: the number of groups of images. Each has moments of its own.
-        unroll_loop: write the loop over chunks of images out. The program may then be faster, and
-            takes longer to compile and more memory.
-        precision: that of the matrix products, as in `lax.dot_general`.
-        weighting_array: what the contribution of each patch is multiplied by, in any shape that
-            broadcasts to `(images, *spatial shape of the outputs)`.
-        chunk_size: how many images, of each group of images, to take at once. None takes enough
-            to be fast, which is about a megabyte.
+        inputs: Images, of a real floating dtype, with one to three spatial axes.
+        kernel_spatial_shape: Spatial shape of the kernel. Here and below, a single integer stands
+            for all spatial axes.
+        strides: Strides of the convolution.
+        padding: "VALID", "SAME", "SAME_LOWER", or a pair `(low, high)` for each spatial axis, where
+            a negative number crops the inputs.
+        data_format: Layout of the inputs: "NHWC", "NCHW", "NWC", "NCW", "NDHWC" or "NCDHW". None
+            for batch, channels, then spatial axes.
+        dim_numbers: Layouts of inputs, kernel and outputs, in place of `data_format`, as
+            `lax.conv_dimension_numbers` accepts or returns them. The spatial axes of the results,
+            and of all arguments but `weighting_array`, are in the order of the kernel.
+        inputs_dilation: Dilation of the inputs: one more than the number of zeros between elements.
+        kernel_dilation: Dilation of the kernel.
+        feature_group_count: Number of groups of channels, each with separate moments.
+        batch_group_count: Number of groups of images, each with separate moments.
+        unroll_loop: Whether to unroll the loop over chunks of images. The program may then be
+            faster, but takes longer to compile and more memory.
+        precision: Precision of the matrix products, as `lax.dot_general` accepts it.
+        weighting_array: Weight of each patch, of any shape that broadcasts to
+            `(images, *spatial shape of the outputs)`.
+        chunk_size: Number of images of each group in a chunk. None for a size that is fast, about a
+            megabyte.
 
     Returns:
         The second moment, of shape
         `kernel_spatial_shape + (channels,) + kernel_spatial_shape + (channels,)`, and the first,
-        of shape `kernel_spatial_shape + (channels,)`. Where there are several groups both have a
-        leading axis for these, and channels are those of one group. Inputs of less than float32
-        give float32.
+        of shape `kernel_spatial_shape + (channels,)`. With several groups, both have a leading axis
+        for them, and `channels` is the number of channels of one group. Results are at least in
+        float32.
 
     Raises:
-        ValueError: if the arguments describe no convolution of the inputs, or one without any
+        ValueError: If the arguments describe no convolution of the inputs, or one without any
             output, or weights do not broadcast.
-        TypeError: if the inputs are not real floating numbers, or a size is no integer.
+        TypeError: If the inputs are not real floating numbers, or a size is not an integer.
 
     Examples:
         >>> import curvax
@@ -137,32 +140,44 @@ def patches_moments_explicit(
     precision: lax.PrecisionLike = None,
     weighting_array: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Do what `patches_moments` does, by taking all patches of all images at once.
+    """Average the patches that a convolution reads, and their outer products, from all patches.
 
-    The patches come from `lax.conv_general_dilated_patches`. This is the plain program that
-    `patches_moments` is to be compared with. It needs memory for all patches, and mostly more time.
+    Equal to `patches_moments`, except that all patches of all images are formed at once, by
+    `lax.conv_general_dilated_patches`. This is the plain program that `patches_moments` is tested
+    against. It needs memory for all patches, and usually more time.
 
     Arguments:
-        inputs: as in `patches_moments`, like all others.
-        kernel_spatial_shape: the spatial shape of the kernel.
-        strides: the strides of the convolution.
-        padding: the padding of the convolution.
-        data_format: the layout of inputs.
-        dim_numbers: in place of `data_format`, the layouts of inputs, kernel and outputs.
-        inputs_dilation: the dilation of inputs.
-        kernel_dilation: the dilation of the kernel.
-        feature_group_count: the number of groups of channels.
-        batch_group_count: the number of groups of images.
-        unroll_loop: has no effect, because there is no loop.
-        precision: that of the matrix products.
-        weighting_array: what the contribution of each patch is multiplied by.
+        inputs: Images, of a real floating dtype, with one to three spatial axes.
+        kernel_spatial_shape: Spatial shape of the kernel. Here and below, a single integer stands
+            for all spatial axes.
+        strides: Strides of the convolution.
+        padding: "VALID", "SAME", "SAME_LOWER", or a pair `(low, high)` for each spatial axis, where
+            a negative number crops the inputs.
+        data_format: Layout of the inputs: "NHWC", "NCHW", "NWC", "NCW", "NDHWC" or "NCDHW". None
+            for batch, channels, then spatial axes.
+        dim_numbers: Layouts of inputs, kernel and outputs, in place of `data_format`, as
+            `lax.conv_dimension_numbers` accepts or returns them. The spatial axes of the results,
+            and of all arguments but `weighting_array`, are in the order of the kernel.
+        inputs_dilation: Dilation of the inputs: one more than the number of zeros between elements.
+        kernel_dilation: Dilation of the kernel.
+        feature_group_count: Number of groups of channels, each with separate moments.
+        batch_group_count: Number of groups of images, each with separate moments.
+        unroll_loop: Has no effect, because there is no loop.
+        precision: Precision of the matrix products, as `lax.dot_general` accepts it.
+        weighting_array: Weight of each patch, of any shape that broadcasts to
+            `(images, *spatial shape of the outputs)`.
 
     Returns:
-        The second and the first moment, as from `patches_moments`.
+        The second moment, of shape
+        `kernel_spatial_shape + (channels,) + kernel_spatial_shape + (channels,)`, and the first,
+        of shape `kernel_spatial_shape + (channels,)`. With several groups, both have a leading axis
+        for them, and `channels` is the number of channels of one group. Results are at least in
+        float32.
 
     Raises:
-        ValueError: as in `patches_moments`.
-        TypeError: as in `patches_moments`.
+        ValueError: If the arguments describe no convolution of the inputs, or one without any
+            output, or weights do not broadcast.
+        TypeError: If the inputs are not real floating numbers, or a size is not an integer.
 
     Examples:
         >>> import curvax
@@ -201,7 +216,7 @@ def patches_moments_explicit(
 
 
 def _all_patches(inputs: Array, geometry: ConvGeometry) -> Array:
-    """`(groups, images and positions, patch size)`, by a convolution with a kernel of 0 and 1."""
+    """Return all patches, `(groups, images and positions, patch size)`."""
     lhs_spec, rhs_spec, out_spec = geometry.dimension_numbers
     patches = lax.conv_general_dilated_patches(
         inputs,
@@ -214,7 +229,7 @@ def _all_patches(inputs: Array, geometry: ConvGeometry) -> Array:
         lax.Precision.HIGHEST,
     )
     patches = jnp.moveaxis(patches, out_spec[:2], (0, -1))
-    # Elements come with their channel first, and channels with their group.
+    # `conv_general_dilated_patches` orders elements by channel first, and channels by group.
     patches = patches.reshape(
         geometry.batch_group_count,
         -1,
@@ -230,7 +245,7 @@ def _all_patches(inputs: Array, geometry: ConvGeometry) -> Array:
 def _as_averages(
     second: Array, first: Array, geometry: ConvGeometry, inputs_shape: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """Sums over patches as averages, with an axis for each of the kernel's."""
+    """Divide sums over patches by their number, and unflatten the axes of elements."""
     count = geometry.num_images(inputs_shape) * geometry.num_positions(inputs_shape)
     patch = (*geometry.kernel_spatial_shape, geometry.num_channels(inputs_shape))
     groups = first.shape[:-1]

@@ -1,16 +1,16 @@
-"""What a computation is, as one short text that is the same in every process.
+"""`fingerprint`: a hash of a program and its inputs that is the same in every process.
 
-A result on disk may be continued only by the program that began it, on the same numbers. The
-printed form of a jaxpr cannot tell: it abbreviates arrays, and it shows memory addresses, which
-change from one process to the next. So the program is walked here. Variables are numbered in order
-of appearance, values count with all their bytes, parameters are taken apart by type, and programs
-inside programs are walked in turn, each of them once.
+A result on disk may be resumed only by the same program on the same inputs. The printed form of a
+jaxpr does not identify it: it abbreviates arrays, and it shows memory addresses, which change from
+one process to the next. So the jaxpr is traversed here. Variables are numbered in order of
+appearance, values are hashed with all their bytes, parameters by their type, and inner jaxprs
+recursively, each of them once.
 
 Python functions in the parameters of an operation (the derivative rule of a `jax.custom_jvp`, a
-callback to the host) count by their names only; nothing can compare what they do. So the program
-to give is the one that computes the result, in which derivative rules have been applied already;
-and `callbacks` lists the functions that it calls while it runs, for which a fingerprint says
-nothing.
+callback to the host) are represented by their names only, because their behaviour cannot be
+compared. So the program to hash is the one that computes the result, in which derivative rules have
+been applied already. `callbacks` lists the functions that it calls at run time, which a fingerprint
+does not cover.
 """
 
 import dataclasses
@@ -19,31 +19,32 @@ import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence, Set as AbstractSet
-from typing import Any
 
 import jax
 import numpy as np
 
 from curvax import _jax
 
-# Whoever changes how a text is made changes this too: old stores are then refused, not misread.
+# To be changed with the form of the hashed text: old stores are then rejected, not misread.
 FORMAT = "curvax fingerprint 1"
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
-def fingerprint(closed_jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> str:
-    """A SHA-256 of a program and of the numbers that it is given, as 64 hexadecimal digits.
+def fingerprint(
+    closed_jaxpr: _jax.ClosedJaxpr, consts: Sequence[_jax.Value], inputs: Sequence[_jax.Value]
+) -> str:
+    """Return a SHA-256 hash of a program and its inputs, as 64 hexadecimal digits.
 
-    Args:
-        closed_jaxpr: the program, as `jax.make_jaxpr` gives it. Its constants count, also those of
-            the programs inside it.
-        consts: further arrays that the result depends on.
-        inputs: the arrays that the program is called with. Typed random keys are fine.
+    Arguments:
+        closed_jaxpr: The program, as `jax.make_jaxpr` returns it. Its constants are hashed, also
+            those of inner jaxprs.
+        consts: Further arrays that the result depends on.
+        inputs: The arrays that the program is called with. They may be typed random keys.
 
     Returns:
-        The same text for the same program and the same numbers in any process. Another one where
-        an operation, a parameter, a literal, or the dtype, shape or bytes of an array differ.
+        The same hash for the same program and the same values in any process. It differs if an
+        operation, a parameter, a literal, or the dtype, shape or bytes of an array differ.
     """
     parts = [
         FORMAT,
@@ -54,10 +55,10 @@ def fingerprint(closed_jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any])
     return _sha256("\n".join(parts).encode())
 
 
-def callbacks(closed_jaxpr: Any) -> list[str]:
-    """Return the names of the Python functions that a program calls back to for its result.
+def callbacks(closed_jaxpr: _jax.ClosedJaxpr) -> list[str]:
+    """Return the names of the Python functions that a program calls for its result.
 
-    `jax.debug.print` and `jax.debug.callback` do not count: no result depends on them.
+    `jax.debug.print` and `jax.debug.callback` are left out: no result depends on them.
     """
     names = map(_jax.callback_name, _jax.equations_inside(closed_jaxpr))
     return list(dict.fromkeys(name for name in names if name is not None))
@@ -65,19 +66,20 @@ def callbacks(closed_jaxpr: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Texts:
-    """Texts for what is in a program. `known` has those of the programs met so far, by identity.
+    """Texts that identify the parts of a program. `known` has those of jaxprs, by identity.
 
-    A function that is called twice is one jaxpr in two places, and so is what it calls: without
-    `known` the work would double with each level.
+    A function that is called twice is one jaxpr with two references, and so is each that it calls:
+    without `known`, the work would double with each level.
     """
 
     known: dict[int, str]
 
-    def value(self, x: Any) -> str:
-        """A text for anything that can be a parameter of an operation."""
-        if _jax.as_program(x) is not None:
+    def value(self, x: object) -> str:
+        """Return a text for a parameter of an operation, of any type."""
+        program = _jax.as_program(x)
+        if program is not None:
             if id(x) not in self.known:
-                self.known[id(x)] = self._program(x)
+                self.known[id(x)] = self._program(*program)
             return self.known[id(x)]
         if isinstance(x, np.ndarray | np.generic | jax.Array):
             return f"array {_array(x)}"
@@ -90,8 +92,8 @@ class _Texts:
             return f"function {_name(x)}"
         return f"{_name(type(x))} {_plain(x)}"
 
-    def _inside(self, x: Any) -> list[str] | None:
-        """The texts of what a container holds, or None if `x` is not one."""
+    def _inside(self, x: object) -> list[str] | None:
+        """Return the texts of the items of a container, or None if `x` is not one."""
         if isinstance(x, tuple | list):
             return [self.value(item) for item in x]
         if isinstance(x, AbstractSet):
@@ -105,23 +107,22 @@ class _Texts:
             return [f"{name}={self.value(getattr(x, name, None))}" for name in fields]
         return None
 
-    def _program(self, x: Any) -> str:
-        jaxpr, consts = _jax.as_program(x) or (x, ())
-        numbers: dict[Any, int] = {}
+    def _program(self, jaxpr: _jax.Jaxpr, consts: Sequence[_jax.Value]) -> str:
+        indices: dict[_jax.Atom, int] = {}
 
-        def atom(a: Any) -> str:
+        def atom(a: _jax.Atom) -> str:
             kind = _plain(a.aval)
             if _jax.is_literal(a):
                 return f"{kind} {self.value(a.val)}"
-            return f"{kind} v{numbers.setdefault(a, len(numbers))}"
+            return f"{kind} v{indices.setdefault(a, len(indices))}"
 
-        def atoms(of: Sequence[Any]) -> str:
-            return "; ".join(map(atom, of))
+        def atoms(operands: Sequence[_jax.Atom]) -> str:
+            return "; ".join(map(atom, operands))
 
         lines = [f"constant {_array(const)}" for const in consts]
         lines += [f"constants {atoms(jaxpr.constvars)}", f"inputs {atoms(jaxpr.invars)}"]
         for eqn in jaxpr.eqns:
-            # The context has settings that change what an operation computes, as of random bits.
+            # The context holds settings that change results, such as those of random bits.
             settings = f"{self.value(_jax.parameters(eqn))} {_plain(eqn.ctx)}"
             lines.append(f"{_jax.operation_name(eqn)} {settings} reads {atoms(eqn.invars)}")
             lines.append(f"writes {atoms(eqn.outvars)}")
@@ -129,26 +130,26 @@ class _Texts:
         return f"program {_sha256(chr(10).join(lines).encode())}"
 
 
-def _array(x: Any) -> str:
-    """The dtype and the shape of an array, and a digest of its bytes."""
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    numbers = np.asarray(_jax.unwrap_keys(x) if _jax.is_key(x) else x)
-    flat = np.ascontiguousarray(numbers).reshape(-1)
-    # A view of the bytes: a copy would be as large as the largest of the inputs.
-    content = flat.view(np.uint8) if flat.size and flat.dtype.itemsize else b""
-    return f"{x.dtype}{list(numbers.shape)} {_sha256(content)}"
+def _array(x: _jax.Value) -> str:
+    """Return the dtype and the shape of an array, and a hash of its bytes."""
+    dtype = getattr(x, "dtype", None)
+    data = np.asarray(_jax.unwrap_keys(x) if isinstance(x, jax.Array) else x)
+    flat = np.ascontiguousarray(data).reshape(-1)
+    # A view of the bytes: a copy could be as large as the largest input.
+    content = flat.view(np.uint8).data if flat.size and flat.dtype.itemsize else b""
+    return f"{data.dtype if dtype is None else dtype}{list(data.shape)} {_sha256(content)}"
 
 
-def _plain(x: Any) -> str:
-    """How `x` prints, without where it lies in memory."""
+def _plain(x: object) -> str:
+    """Return how `x` prints, without memory addresses."""
     return _ADDRESS.sub("0x", repr(x))
 
 
-def _name(x: Any) -> str:
-    """The name under which a class or a function was defined."""
-    named = x if hasattr(x, "__qualname__") else type(x)
-    return f"{named.__module__}.{named.__qualname__}"
+def _name(x: object) -> str:
+    """Return the qualified name of a class or a function, or of the type of `x`."""
+    named = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
+    return f"{named.__module__}.{getattr(named, '__qualname__', '')}"
 
 
-def _sha256(content: Any) -> str:
+def _sha256(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()

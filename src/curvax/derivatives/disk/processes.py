@@ -1,20 +1,21 @@
 """The processes that write one store together, and the devices that each of them computes with.
 
-Each process computes blocks of its own on its own devices, so no process waits for another on the
-way. They meet at the beginning, where the first opens the store and says what is to be done, and at
-the end. Where one fails at the beginning all do, so that none waits for it forever. If one dies,
-`jax.distributed` stops the others.
+Each process computes different blocks on its local devices, and no process waits for another while
+it does. They synchronise at the beginning, where the first process opens the store and says which
+blocks are missing, and at the end. If one fails at the beginning all do, so that none waits for it
+forever. If one dies, `jax.distributed` stops the others.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from curvax import _jax
 from curvax._errors import where
@@ -24,75 +25,75 @@ from curvax.devices.mesh_axis import MeshAxis
 T = TypeVar("T")
 
 LONGEST_PAUSE = 1.0
-"""Seconds between two looks at whether the others are done."""
+"""Maximum number of seconds between two checks whether the other processes are done."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """This process, the `number`-th of `count` that work together."""
+class ProcessGroup:
+    """This process, with index `index` among `count` processes that write together."""
 
-    number: int
+    index: int
     count: int
     axis: MeshAxis | None
-    """The devices of this process that compute; None for the one that JAX takes by default."""
+    """The local devices that compute; None for JAX's default device."""
 
     @classmethod
-    def of(cls, axis: MeshAxis | None) -> "Team":
-        """All processes, or this one alone if it is alone or the mesh has no devices of others."""
-        number, count = jax.process_index(), jax.process_count()
+    def of(cls, axis: MeshAxis | None) -> "ProcessGroup":
+        """Return the group of all processes, or of this one if the mesh has only local devices."""
+        index, count = jax.process_index(), jax.process_count()
         if count == 1 or (axis is not None and not axis.is_multi_process):
             return cls(0, 1, axis)
-        own = [_jax.default_device()] if axis is None else list(axis.mesh.local_devices)
-        axis = MeshAxis(Mesh(np.array(own), ("devices",)), ("devices",))
-        return cls(number, count, axis)
+        local = [_jax.default_device()] if axis is None else list(axis.mesh.local_devices)
+        axis = MeshAxis(Mesh(np.array(local), ("devices",)), ("devices",))
+        return cls(index, count, axis)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that opens the store."""
-        return self.number == 0
+        return self.index == 0
 
-    def by_itself(self) -> AbstractContextManager[Any]:
-        """A context in which this process computes without the others, whatever mesh is around."""
+    def local_mesh(self) -> AbstractContextManager[object]:
+        """Return a context in which this process computes on its local devices only."""
         if self.count == 1 or self.axis is None:
             return nullcontext()
         return jax.set_mesh(self.axis.mesh)
 
-    def own(self, x: PyTree) -> PyTree:
-        """Arrays whole on each of this process's devices. All processes must ask."""
+    def replicate_locally(self, x: PyTree) -> PyTree:
+        """Gather arrays and replicate them on the local devices. All processes must call this."""
         if self.count == 1 or self.axis is None:
             return x
-        whole = self.axis.sharding(None)
-        return jax.tree.map(lambda leaf: jax.device_put(_jax.gathered_whole(leaf), whole), x)
+        replicated = self.axis.sharding(None)
+        put = lambda leaf: jax.device_put(_jax.gathered_whole(leaf), replicated)
+        return jax.tree.map(put, x)
 
     def all_or_none(self, step: Callable[[], T], what: str) -> T:
-        """What `step` returns, if it fails in no process."""
+        """Return `step()`, after checking that it failed in no process."""
         if self.count == 1:
             return step()
+        result: T | None = None
         error: Exception | None = None
-        result: Any = None
         try:
             result = step()
-        except Exception as found:  # noqa: BLE001  It is raised below, when all know of it.
-            error = found
+        except Exception as raised:  # noqa: BLE001  Raised below, once all processes know of it.
+            error = raised
         failed = np.flatnonzero(_jax.gathered(np.int32(error is not None)))
         if error is not None:
             raise error
         if failed.size:
             raise RuntimeError(
-                f"{where()}: {what} failed in process {', '.join(map(str, failed))}, which says "
-                f"why; so it is given up in process {self.number}, too."
+                f"{where()}: {what} failed in process {', '.join(map(str, failed))}, whose error "
+                f"says why; so process {self.index} gives up, too."
             )
-        return result
+        return cast(T, result)
 
-    def sent_by_first(self, numbers: Any) -> Any:
-        """The numbers that the first process has; the others give some of the same shape."""
-        return numbers if self.count == 1 else _jax.sent_by_first(numbers)
+    def sent_by_first(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Return the numbers of the first process; those of the others must have the same shape."""
+        return numbers if self.count == 1 else np.asarray(_jax.sent_by_first(numbers))
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until all that was shared out is done, and all processes know it.
+        """Wait until all blocks are done, and all processes know it.
 
-        Some may be hours behind, which is longer than devices of several processes wait for each
-        other. So this looks from time to time.
+        Some processes may be hours behind, which exceeds the timeout of collectives. So this polls.
         """
         if self.count == 1:
             return

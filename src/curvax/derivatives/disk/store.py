@@ -1,29 +1,28 @@
-"""Arrays on disk that are computed block by block and survive being killed.
+"""Arrays on disk that are written block by block and survive interruptions.
 
-A `BlockStore` is a Zarr array, or a Zarr group of arrays, whose chunks are the blocks. All its
-arrays share an axis, their first or their last, and block i has the same rows of it in each.
+A `BlockStore` is a Zarr array, or a Zarr group of arrays, whose chunks are the blocks. All arrays
+have a common axis, their first or their last, and block i holds the same rows of it in each.
 
-Nothing here is ever half there. A store is made beside its place and moved into it by one rename.
-A block counts as done by a file named after it, its mark, made when the block is on the disk: not
-only handed to the system, so machines that vanish are survived too. Killed before that, the block
-is computed again. Which computation a store belongs to is in its attributes, under "curvax", and
+Nothing is ever half there. A new store is created next to its final path and renamed into place. A
+block is done if there is a file named after it, its mark. The mark is written once the block has
+been flushed to the disk, so that it also survives a crash of the machine. A block without a mark is
+computed again. The attributes of a store, under "curvax", say which computation it belongs to, and
 no other may write to it. Floating-point rows that are not done yet read as NaN.
 
-Damage is noticed. A chunk ends with its CRC-32C, by Zarr's own codec, so that whoever reads it,
-with whatever program, gets the numbers that were written or an error. That checksum covers bytes
-and not their position, so the mark of a block holds its index and the checksums of its chunks: a
-chunk that is copied over another one does not match the mark there. `open` looks whether the chunks
-of all blocks that are done are there, have their size and end with the checksum in the mark; on
-request it also reads them; and it removes the marks of those that fail. Each `zarr.json` has a
-checksum of what the meaning of chunks depends on. A lost or damaged mark costs no more than its
-block.
+Damage is detected. A chunk ends with its CRC-32C, by a codec of Zarr, so that any program that
+reads it gets the values that were written or an error. That checksum covers bytes and not their
+position, so the mark of a block holds its index and the checksums of its chunks: a chunk that is
+copied over another one does not match the mark there. `open` checks for all blocks that are done
+that their chunks exist, have the right size and end with the checksum in the mark; on request it
+also reads them. It removes the marks of those that fail. Each `zarr.json` has a checksum of all
+that the meaning of chunks depends on. A lost or damaged mark costs no more than its block.
 
-In stores of earlier versions marks are empty. These are continued all the same; such a mark only
-says that its block is done. The `zarr.json` of newer ones has `marks: "crc32c"`, and there a mark
-must match.
+In stores of earlier versions marks are empty. These stores are resumed all the same; an empty mark
+only says that its block is done. The `zarr.json` of newer stores has `marks: "crc32c"`, and their
+marks must match.
 
-The marks lie in `.curvax/done` of the array; of the first array, if there are several, because
-Zarr warns of directories in a group that are not arrays.
+The marks are in `.curvax/done` of the array; of the first array, if there are several, because
+Zarr warns about directories in a group that are not arrays.
 """
 
 import hashlib
@@ -38,30 +37,53 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import EllipsisType, ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from curvax._errors import check_size, where
+from curvax._types import DType
+
+if TYPE_CHECKING:
+    import zarr
+
+    ZarrArray: TypeAlias = zarr.Array[Any]
+else:
+
+    @runtime_checkable
+    class ZarrArray(Protocol):
+        """A `zarr.Array`. Zarr itself is optional, and takes long to import."""
+
+        shape: tuple[int, ...]
+
+        def __getitem__(self, selection: slice) -> NDArray[np.generic]: ...
+
 
 FORMAT = 2
 
 MARKS = "crc32c"
-"""What a mark holds besides the index of its block, as the `zarr.json` at the root says."""
+"""Content of marks besides the index of the block, as recorded in the `zarr.json` at the root."""
+
+CommonAxis: TypeAlias = Literal["first", "last"]
+"""The axis of all arrays of a store along which blocks are rows."""
+
+Metadata: TypeAlias = dict[str, Any]
+"""A JSON object: the attributes of a store under "curvax", or a `zarr.json`."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array of a store: its name in the user's words, its shape and its dtype."""
+    """An array of a store: its path in the output of `f`, its shape and its dtype."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: DType
 
 
 def check_specs(specs: Sequence[ArraySpec], axis: str, length: int) -> None:
-    """Check that arrays have a row for each of `length` columns, and a dtype that Zarr can hold."""
+    """Check that arrays have `length` rows along the common axis, and dtypes of Zarr."""
     for spec in specs:
         if not spec.shape or spec.shape[0 if axis == "first" else -1] != length:
             raise ValueError(
@@ -75,24 +97,22 @@ def check_specs(specs: Sequence[ArraySpec], axis: str, length: int) -> None:
             )
 
 
-def metadata_of(
-    specs: tuple[ArraySpec, ...], axis: str, length: int, fingerprint: str
-) -> dict[str, Any]:
-    """What a store says of itself, but for the block size.
+def metadata_of(specs: tuple[ArraySpec, ...], axis: str, length: int, fingerprint: str) -> Metadata:
+    """Return the metadata of a store, except for the block size.
 
-    Which computation a store belongs to is in the attributes of its root, under "curvax". Each
-    `zarr.json` also has a SHA-256 of itself there, so that one that is damaged is told from one of
-    something else.
+    They identify the computation, and are in the attributes of the root, under "curvax". Each
+    `zarr.json` also has a SHA-256 of itself there, which distinguishes a damaged store from one of
+    a different computation.
     """
     arrays = [
         {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype)} for spec in specs
     ]
-    shared = {"axis": axis, "length": length, "fingerprint": fingerprint}
-    return {"format": FORMAT, "marks": MARKS, "arrays": arrays, **shared}
+    common = {"axis": axis, "length": length, "fingerprint": fingerprint}
+    return {"format": FORMAT, "marks": MARKS, "arrays": arrays, **common}
 
 
-def recorded_in(path: Path) -> dict[str, Any]:
-    """What the store at `path` says of itself; nothing if curvax did not write it."""
+def recorded_in(path: Path) -> Metadata:
+    """Return the metadata of the store at `path`; empty if curvax did not write it."""
     file = path / "zarr.json"
     if not file.is_file():
         return {}
@@ -102,16 +122,17 @@ def recorded_in(path: Path) -> dict[str, Any]:
 
 
 def is_zarr(path: Path) -> bool:
-    """Whether a Zarr store is there, of whatever origin; format 2 has other files at its root."""
+    """Return whether there is a Zarr store at `path`, of any origin."""
+    # The root of Zarr format 2.
     if any((path / name).is_file() for name in (".zarray", ".zgroup")):
         return True
     return "zarr_format" in (described_in(path / "zarr.json") or {})
 
 
 def is_ours(path: Path, specs: Sequence[ArraySpec]) -> bool:
-    """Whether this is a store of such arrays, and nothing else, also if its zarr.json is damaged.
+    """Return whether this is a store of such arrays and nothing else, even if it is damaged.
 
-    It may be replaced then, so a folder with stores in it must not be mistaken for one.
+    It may be overwritten then, so a folder that contains stores must not be mistaken for one.
     """
     if not path.is_dir():
         return False
@@ -122,8 +143,8 @@ def is_ours(path: Path, specs: Sequence[ArraySpec]) -> bool:
     return is_marked and found <= expected and (names == [""] or "zarr.json" in found)
 
 
-def described_in(file: Path) -> dict[str, Any] | None:
-    """What a `zarr.json` says, or None if it is damaged or missing."""
+def described_in(file: Path) -> Metadata | None:
+    """Return the content of a `zarr.json`, or None if it is damaged or missing."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -132,11 +153,12 @@ def described_in(file: Path) -> dict[str, Any] | None:
     return found if isinstance(attributes, dict) else None
 
 
-def checksum(described: dict[str, Any]) -> str:
-    """A checksum of what a `zarr.json` says, but for attributes that users may have added."""
-    said = {key: value for key, value in described.items() if key != "attributes"}
-    own = {key: x for key, x in described["attributes"]["curvax"].items() if key != "checksum"}
-    return hashlib.sha256(json.dumps([said, own], sort_keys=True).encode()).hexdigest()
+def checksum(described: Metadata) -> str:
+    """Return a checksum of a `zarr.json`, except for attributes that users may have added."""
+    of_zarr = {key: value for key, value in described.items() if key != "attributes"}
+    of_curvax = described["attributes"]["curvax"]
+    of_curvax = {key: value for key, value in of_curvax.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps([of_zarr, of_curvax], sort_keys=True).encode()).hexdigest()
 
 
 def seal(file: Path) -> None:
@@ -146,31 +168,33 @@ def seal(file: Path) -> None:
     file.write_text(json.dumps(described, indent=2))
 
 
-def should_be_sealed(path: Path, recorded: dict[str, Any]) -> bool:
-    """Whether curvax made what is there, in this format, as far as one can tell."""
+def should_be_sealed(path: Path, recorded: Metadata) -> bool:
+    """Return whether the store was apparently written by curvax, in this format."""
     return not is_zarr(path) or recorded.get("format") == FORMAT
 
 
 def damaged_metadata(path: Path, names: Sequence[str]) -> list[str]:
-    """Which `zarr.json` files of arrays of a store are not as they were written."""
+    """Return which `zarr.json` files, of the arrays with these names, fail their checksum."""
     files = {f"{name}/zarr.json".lstrip("/"): path / name / "zarr.json" for name in names}
     return [name for name, file in files.items() if not is_sealed(file)]
 
 
 def is_sealed(file: Path) -> bool:
-    """Return whether a `zarr.json` has the checksum of what it says."""
+    """Return whether a `zarr.json` matches its checksum."""
     described = described_in(file)
-    own = None if described is None else described.get("attributes", {}).get("curvax")
-    return isinstance(own, dict) and own.get("checksum") == checksum(described or {})
+    if described is None:
+        return False
+    of_curvax = described.get("attributes", {}).get("curvax")
+    return isinstance(of_curvax, dict) and of_curvax.get("checksum") == checksum(described)
 
 
-def differences_of(recorded: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """In which respects a store is not the one that is wanted, in words."""
+def differences_of(recorded: Metadata, wanted: Metadata) -> list[str]:
+    """Return the differences between a store and the one that is wanted, in words."""
     if not recorded:
         return ["it is a Zarr store that curvax did not write"]
     if recorded.get("format") != FORMAT:
         return [f"it is in format {recorded.get('format')}, and this curvax uses format {FORMAT}"]
-    found = []
+    found: list[str] = []
     names = lambda metadata: [array["name"] for array in metadata["arrays"]]
     if names(recorded) != names(wanted):
         found.append(f"it has the arrays {names(recorded)} instead of {names(wanted)}")
@@ -189,50 +213,53 @@ def differences_of(recorded: dict[str, Any], wanted: dict[str, Any]) -> list[str
     if recorded["fingerprint"] != wanted["fingerprint"]:
         found.append(
             f"its fingerprint is {recorded['fingerprint'][:12]} instead of "
-            f"{wanted['fingerprint'][:12]} (the function, a constant or the inputs are others)"
+            f"{wanted['fingerprint'][:12]} (the function, a constant or the inputs differ)"
         )
     return found
 
 
 def zarr_names(specs: Sequence[ArraySpec]) -> list[str]:
-    """Names that are safe on every file system, readable, and unique; "" is the root itself."""
+    """Return unique, readable names that are valid on every file system; "" is the root."""
     if [spec.name for spec in specs] == [""]:
         return [""]
     names: list[str] = []
     taken: set[str] = set()
     for spec in specs:
         plain = re.sub(r"[^A-Za-z0-9_-]+", "_", spec.name).strip("_")[:100] or "array"
-        number, name = 1, plain
+        count, name = 1, plain
         while name.casefold() in taken:
-            number += 1
-            name = f"{plain}_{number}"
+            count += 1
+            name = f"{plain}_{count}"
         taken.add(name.casefold())
         names.append(name)
     return names
 
 
 _CHECKSUM_BYTES = 4  # Of a chunk, by Zarr's codec "crc32c".
-_ABANDONED = 60.0  # Seconds after which a store that is being made is taken for a leftover.
+_ABANDONED = 60.0  # Seconds after which an unfinished new store is considered a leftover.
 
 
 class DamagedStoreWarning(UserWarning):
-    """Blocks of a store that were done are damaged, and are computed again.
+    """Warning that blocks of a store were damaged, and are computed again.
 
     Examples:
+        Raise an error instead:
+
         >>> import warnings
         >>> import curvax
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", curvax.DamagedStoreWarning)  # Stop there instead.
+        ...     warnings.simplefilter("error", curvax.DamagedStoreWarning)
+        ...     # H, unflatten = curvax.hessian(f, x, out="hessian.zarr", verify=True)
     """
 
 
 @dataclass(frozen=True)
 class BlockStore:
-    """Arrays on disk in blocks, open for writing. Made by `BlockStore.open`."""
+    """Arrays on disk in blocks, open for writing. Created by `BlockStore.open`."""
 
     path: Path
     specs: tuple[ArraySpec, ...]
-    axis: Literal["first", "last"]
+    axis: CommonAxis
     length: int
     block_size: int
 
@@ -242,7 +269,7 @@ class BlockStore:
         path: str | os.PathLike[str],
         specs: Sequence[ArraySpec],
         *,
-        axis: Literal["first", "last"],
+        axis: CommonAxis,
         length: int,
         block_size: int | None,
         fingerprint: str,
@@ -250,39 +277,39 @@ class BlockStore:
         resume: bool = True,
         verify: bool = False,
     ) -> "BlockStore":
-        """The store at `path`: continued if it is of the same computation, else a new one.
+        """Open the store at `path`: resume one of the same computation, or create a new one.
 
-        Args:
-            path: where it is or will be. A single array named "" is the root of the store.
-            specs: the arrays, each of `length` along the shared axis.
-            axis: which axis of all arrays that is.
-            length: the number of rows along it.
-            block_size: rows in a block. None takes the size that the store has.
-            fingerprint: says which computation it is.
-            overwrite: replace a Zarr store of something else. One of the same computation and the
-                same block size is continued all the same.
-            resume: continue a store of the same computation; otherwise it is replaced.
-            verify: read all blocks that are done, and check their checksums. Otherwise it is only
-                checked that their chunks are there, have the right size, and end with the checksum
-                that the mark of the block has.
+        Arguments:
+            path: Path of the store. A single array named "" is the root of the store.
+            specs: The arrays, each with `length` rows along the common axis.
+            axis: The common axis.
+            length: Number of rows along the common axis.
+            block_size: Number of rows in a block. None takes the size that the store has.
+            fingerprint: Hash that identifies the computation.
+            overwrite: Whether to replace a Zarr store of a different computation. One of the same
+                computation and block size is resumed all the same.
+            resume: Whether to resume a store of the same computation. Otherwise it is replaced.
+            verify: Whether to read all blocks that are done and check their checksums. Otherwise it
+                is only checked that their chunks exist, have the right size, and end with the
+                checksum in the mark of the block.
 
         Warns:
-            DamagedStoreWarning: blocks that were done are not as they were written. They are to do
-                again.
+            DamagedStoreWarning: If blocks that were done are damaged. They are unfinished again.
 
         Raises:
-            ImportError: Zarr is missing.
-            TypeError: a dtype has no counterpart in Zarr.
-            FileExistsError: something that is no Zarr store is in the way.
-            ValueError: the store is of something else, or has another block size.
+            ImportError: If Zarr is not installed.
+            TypeError: If Zarr does not support a dtype.
+            FileExistsError: If there is something else than a Zarr store at `path`.
+            ValueError: If the store is of a different computation, or has another block size.
         """
         zarr = _import_zarr()
         given = check_size("block_size", block_size)
         size = None if given is None else min(given, max(1, length))
         path = Path(os.path.realpath(path))
         _remove_leftovers(path)
-        computation: Any = {"axis": axis, "length": length, "fingerprint": fingerprint}
-        recorded = cls.recorded_block_size(path, specs, **computation, overwrite=overwrite)
+        recorded = cls.recorded_block_size(
+            path, specs, axis=axis, length=length, fingerprint=fingerprint, overwrite=overwrite
+        )
         if not resume:
             recorded = None
         if recorded is not None and size not in (None, recorded):
@@ -297,9 +324,9 @@ class BlockStore:
             raise ValueError(f"{where()}: a new store needs a block_size, got None.")
         store = cls(path, tuple(specs), axis, length, recorded or size or 1)
         if recorded is None:
-            _create(zarr, store, metadata_of(store.specs, **computation))
+            _create(zarr, store, metadata_of(store.specs, axis, length, fingerprint))
         else:
-            store._take_back_damaged(verify)
+            store._discard_damaged(verify)
             if store.unfinished():
                 store._remove_partial_chunks()
         return store
@@ -310,14 +337,14 @@ class BlockStore:
         path: str | os.PathLike[str],
         specs: Sequence[ArraySpec],
         *,
-        axis: Literal["first", "last"],
+        axis: CommonAxis,
         length: int,
         fingerprint: str,
         overwrite: bool,
     ) -> int | None:
-        """The block size of the store that `open` would continue; None if it would make one.
+        """Return the block size of the store that `open` would resume; None if it would create one.
 
-        Whatever makes `open` refuse, other than a block size, is refused here already.
+        The errors of `open` are raised here already, except for those about the block size.
         """
         wanted = metadata_of(tuple(specs), axis, length, fingerprint)
         check_specs(specs, axis, length)
@@ -327,12 +354,12 @@ class BlockStore:
         if not is_zarr(path) and not is_ours(path, specs):
             kind = "a directory that is not a Zarr store" if path.is_dir() else "a file"
             raise FileExistsError(
-                f"{where()}: {path} is {kind}. It is not touched, also with overwrite=True: choose "
+                f"{where()}: {path} is {kind}. It is not touched, even with overwrite=True: choose "
                 f"another path, or remove it yourself."
             )
         recorded = recorded_in(path)
         differences: list[str] = []
-        # Of a store that is damaged, nothing that it says of itself can be compared.
+        # The metadata of a damaged store cannot be compared.
         damaged = damaged_metadata(path, [""]) if should_be_sealed(path, recorded) else []
         if not damaged:
             differences = differences_of(recorded, wanted)
@@ -345,8 +372,8 @@ class BlockStore:
         if damaged:
             raise ValueError(
                 f"{where()}: {path} is damaged: {', '.join(damaged)} cannot be read or is not as "
-                f"it was written, so that nothing can be said about its numbers. Pass "
-                f"overwrite=True to compute them again, or choose another path."
+                f"it was written, so that its values cannot be trusted. Pass overwrite=True to "
+                f"compute them again, or choose another path."
             )
         raise ValueError(
             f"{where()}: {path} holds something else: {'; '.join(differences)}. Choose another "
@@ -355,22 +382,22 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are; none if the arrays have no elements."""
+        """Number of blocks; zero if the arrays have no elements."""
         some = any(0 not in spec.shape for spec in self.specs)
         return -(-self.length // self.block_size) if some else 0
 
     def rows(self, index: int) -> slice:
-        """The rows of a block along the shared axis."""
+        """Return the rows of a block along the common axis."""
         return slice(index * self.block_size, min((index + 1) * self.block_size, self.length))
 
     def unfinished(self) -> list[int]:
-        """The blocks that are still to do, in order."""
+        """Return the indices of the blocks that are not done, in order."""
         marks = self._marks()
         done = set(os.listdir(marks)) if marks.is_dir() else set[str]()
         return [index for index in range(self.num_blocks) if str(index) not in done]
 
     def write(self, index: int, blocks: Sequence[NDArray[Any]]) -> None:
-        """Write one block of every array, and mark it as done when it is on the disk."""
+        """Write one block of every array, flush it to the disk, and mark it as done."""
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block {index} of {self.path}, which has {self.num_blocks} blocks")
         if len(blocks) != len(self.specs):
@@ -395,12 +422,12 @@ class BlockStore:
         partial.replace(mark)
 
     def damaged(self, verify: bool) -> list[int]:
-        """Return the blocks that are done, but not as they were written.
+        """Return the indices of the blocks that are marked as done, but damaged.
 
-        Args:
-            verify: read them and check their checksums, one block at a time; otherwise only the
-                sizes of their chunks are looked at, and the checksums at their ends are compared
-                with the marks.
+        Arguments:
+            verify: Whether to read them and check their checksums, one block at a time. Otherwise
+                only the sizes of their chunks are checked, and the checksums at the ends of chunks
+                are compared with the marks.
         """
         undone = set(self.unfinished())
         done = [index for index in range(self.num_blocks) if index not in undone]
@@ -426,14 +453,14 @@ class BlockStore:
             try:
                 for array, _ in arrays if verify else ():
                     array[self._key(index)]
-            except (ValueError, OSError):  # Zarr's for a wrong checksum; the disk's.
+            except (ValueError, OSError):  # Of Zarr, for a wrong checksum; of the disk.
                 return False
             return True
 
         return [index for index in done if not is_intact(index)]
 
-    def _take_back_damaged(self, verify: bool) -> None:
-        """Let damaged blocks be done again."""
+    def _discard_damaged(self, verify: bool) -> None:
+        """Remove the marks of damaged blocks, with a warning, so that they are computed again."""
         damaged = self.damaged(verify)
         if not damaged:
             return
@@ -448,15 +475,15 @@ class BlockStore:
         for index in damaged:
             (self._marks() / str(index)).unlink(missing_ok=True)
 
-    def arrays(self) -> list[Any]:
-        """The arrays as `zarr.Array`, for reading only, in the order of the specs."""
+    def arrays(self) -> list[ZarrArray]:
+        """Return the arrays as read-only `zarr.Array`s, in the order of the specs."""
         return self._open("r")
 
-    def _open(self, mode: Literal["r", "r+"]) -> list[Any]:
+    def _open(self, mode: Literal["r", "r+"]) -> list[ZarrArray]:
         zarr = _import_zarr()
         store = zarr.storage.LocalStore(self.path, read_only=mode == "r")
-        # A chunk of zeros is written like any other, so that every mark has its chunks. Zarr takes
-        # that setting from here when it opens an array, and not always from an argument.
+        # Write chunks of zeros like any other, so that every mark has its chunks. Zarr reads this
+        # setting when it opens an array, and does not always respect the argument.
         with zarr.config.set({"array.write_empty_chunks": True}):
             return [zarr.open_array(store=store, path=name, mode=mode) for name in self._names()]
 
@@ -466,13 +493,13 @@ class BlockStore:
     def _marks(self) -> Path:
         return self.path / next(iter(self._names()), "") / ".curvax" / "done"
 
-    def _key(self, index: int) -> Any:
-        """What a block is in an array."""
+    def _key(self, index: int) -> slice | tuple[EllipsisType, slice]:
+        """Return the index expression of a block in an array."""
         rows = self.rows(index)
         return rows if self.axis == "first" else (..., rows)
 
     def _chunks(self, index: int) -> list[Path]:
-        """The files of a block, one for each array that has elements."""
+        """Return the chunk files of a block, one for each array that has elements."""
         arrays = zip(self.specs, self._names(), strict=True)
         return [
             self._chunk(self.path / name, spec, index)
@@ -481,12 +508,12 @@ class BlockStore:
         ]
 
     def _chunk(self, array: Path, spec: ArraySpec, index: int) -> Path:
-        """The file of a block of an array."""
+        """Return the chunk file of a block of an array."""
         position = _with_axis((0,) * len(spec.shape), self.axis, index)
         return array.joinpath("c", *map(str, position))
 
     def _mark(self, index: int) -> bytes:
-        """What the mark of a block that is on the disk holds: its index and its checksums."""
+        """Return the content of the mark of a block on the disk: its index and its checksums."""
         checksums = [_last_bytes(chunk, _CHECKSUM_BYTES).hex() for chunk in self._chunks(index)]
         return " ".join([str(index), *checksums]).encode()
 
@@ -495,14 +522,14 @@ class BlockStore:
         _flush([chunk, *above])
 
     def _remove_partial_chunks(self) -> None:
-        """Remove chunks and marks that a killed process was writing next to their place."""
+        """Remove temporary files of chunks and marks that a killed process left."""
         folders = [self._marks(), *(self.path / name / "c" for name in self._names())]
         for partial in (file for folder in folders for file in folder.rglob("*.partial")):
             partial.unlink(missing_ok=True)
 
 
-def check_path(out: Any) -> Path:
-    """The place of a store as the user gave it, as an absolute path with links resolved."""
+def check_path(out: object) -> Path:
+    """Return the user-supplied path of a store as an absolute path with links resolved."""
     if not isinstance(out, str | os.PathLike) or not isinstance(os.fspath(out), str):
         raise TypeError(f"{where()}: out must be a path, got {type(out).__name__} {out!r}.")
     if not os.fspath(out):
@@ -510,13 +537,13 @@ def check_path(out: Any) -> Path:
     path = Path(os.path.realpath(out))
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"{where()}: out={os.fspath(out)!r} cannot be made, because {path.parent} is not an "
+            f"{where()}: out={os.fspath(out)!r} cannot be created, because {path.parent} is not an "
             f"existing directory. Create it first."
         )
     return path
 
 
-def _import_zarr() -> Any:
+def _import_zarr() -> ModuleType:
     advice = f"{where()}: results on disk need zarr 3.1 or newer. Run pip install 'curvax[disk]'."
     try:
         import zarr
@@ -527,11 +554,11 @@ def _import_zarr() -> Any:
     return zarr
 
 
-def _create(zarr: Any, store: BlockStore, metadata: dict[str, Any]) -> None:
-    """Make an empty store beside its place and move it there, in the place of an old one."""
+def _create(zarr: ModuleType, store: BlockStore, metadata: Metadata) -> None:
+    """Create an empty store next to its final path, and rename it, replacing an old one."""
     path, attributes = store.path, {"curvax": {**metadata, "block_size": store.block_size}}
     names = zarr_names(store.specs)
-    new = _beside(path, "new")
+    new = _temporary_path(path, "new")
     new.mkdir()
     try:
         local = zarr.storage.LocalStore(new)
@@ -557,36 +584,36 @@ def _create(zarr: Any, store: BlockStore, metadata: dict[str, Any]) -> None:
         (new / (names or [""])[0] / ".curvax" / "done").mkdir(parents=True)
         _flush([*new.rglob("*"), new])
         if is_zarr(path) or is_ours(path, store.specs):
-            old = _beside(path, "old")
+            old = _temporary_path(path, "old")
             os.rename(path, old)
             os.rename(new, path)
             shutil.rmtree(old)
-        else:  # Nothing is there, or an empty directory, which a rename replaces.
+        else:  # There is nothing, or an empty directory, which a rename replaces.
             os.rename(new, path)
         _flush([path.parent])
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.curvax-{kind}-{uuid.uuid4().hex[:12]}")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed while they made or replaced this store left."""
+    """Remove what processes left that were killed while they created or replaced this store."""
     if not path.parent.is_dir():
         return
     for other in path.parent.iterdir():
         old = other.name.startswith(f".{path.name}.curvax-old-")
         new = other.name.startswith(f".{path.name}.curvax-new-")
-        # One that is new may be in the making by another process this very moment.
+        # Another process may be creating a new one right now.
         if old or (new and time.time() - other.stat().st_mtime > _ABANDONED):
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Wait until files and directories are on the disk."""
-    if os.name != "posix":  # Elsewhere directories cannot be opened.
+    """Flush files and directories to the disk."""
+    if os.name != "posix":  # On Windows directories cannot be opened.
         return
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -603,5 +630,5 @@ def _last_bytes(file: Path, count: int) -> bytes:
 
 
 def _with_axis(values: tuple[int, ...], axis: str, value: int) -> tuple[int, ...]:
-    """`values` with another one for the shared axis."""
+    """Return `values`, one for each axis, with another value for the common axis."""
     return (value, *values[1:]) if axis == "first" else (*values[:-1], value)

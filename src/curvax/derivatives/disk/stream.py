@@ -1,8 +1,8 @@
-"""A problem solved on disk: each block is computed, written, and let go.
+"""Matrices streamed to disk: each block is computed, written, and freed.
 
-The point is prepared once (the function linearised), and a compiled program computes one block
-after the other from that (`BlockPrograms`). `BlockStore` keeps track of what is done. What is left
-to do is dealt out among the processes that there are (`Team`), each of which has its devices.
+The function is linearised once, and a compiled program computes one block after the other from that
+(`BlockPrograms`). `BlockStore` records which blocks are done. The remaining ones are assigned to
+the processes of a `ProcessGroup`, each of which has its devices.
 """
 
 import errno
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,14 @@ from curvax._types import Array, Fun, PyTree
 from curvax.derivatives.arguments import Options
 from curvax.derivatives.columns import BlockProblem, Part, Progress, check_closed_over
 from curvax.derivatives.disk.fingerprint import callbacks, fingerprint
-from curvax.derivatives.disk.processes import Team
-from curvax.derivatives.disk.store import ArraySpec, BlockStore, check_path
+from curvax.derivatives.disk.processes import ProcessGroup
+from curvax.derivatives.disk.store import (
+    ArraySpec,
+    BlockStore,
+    CommonAxis,
+    ZarrArray,
+    check_path,
+)
 from curvax.devices.agreement import check_agreement, describe
 from curvax.devices.mesh_axis import MeshAxis
 from curvax.memory.budget import MemoryBudgetError, parse_memory
@@ -39,65 +45,69 @@ from curvax.memory.plan import plan_batch_size
 from curvax.memory.usage import memory_usage
 
 BLOCK_BYTES = 64 * 2**20
-"""About how large a block is on disk where nothing was said."""
+"""Approximate size of a block on disk, if the user does not choose one."""
 
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class BlockPrograms:
-    """The compiled programs that compute blocks, by size.
+    """Compiled programs that compute blocks, by block size.
 
-    They compute from what was prepared, which stays where it is. On several devices they compute
-    one block on each: which blocks there are does not depend on how many devices there are.
+    The linear maps (`prepared`) stay on the devices. On several devices a program computes one
+    block on each, so that the division into blocks does not depend on the number of devices.
     """
 
     part: Part
-    prepared: Any
+    prepared: PyTree
     axis: MeshAxis | None
-    programs: dict[int, Any] = field(default_factory=dict[int, Any])
+    programs: dict[int, Fun] = field(default_factory=dict[int, Fun])
 
     @classmethod
     def of(
         cls, problem: BlockProblem, x: PyTree, axis: MeshAxis | None
     ) -> tuple["BlockPrograms", PyTree]:
-        """Prepare a problem with one part at a point; and its auxiliary value."""
-        prepare = jax.jit if axis is None else lambda fun: axis.shard_map(fun, (WHOLE,), WHOLE)
-        prepared, aux = prepare(problem.prepare)(x)
+        """Prepare a problem with one part at a point. Return its programs and `aux`."""
+        if axis is None:
+            prepare = jax.jit(problem.prepare)
+        else:
+            prepare = axis.shard_map(problem.prepare, (REPLICATED,), REPLICATED)
+        prepared, aux = prepare(x)
         (part,) = problem.parts
         return cls(part, prepared, axis), aux
 
     @property
     def at_once(self) -> int:
-        """How many blocks are computed at a time: one on each device."""
+        """Number of blocks that are computed at a time: one on each device."""
         return 1 if self.axis is None else self.axis.count
 
     def compute(self, rows: Sequence[slice]) -> list[list[NDArray[Any]]]:
-        """For each of these ranges the arrays with the columns in it."""
-        sizes = [each.stop - each.start for each in rows]
-        starts = np.array([each.start for each in rows], np.int32)
+        """Return, for each of these ranges of columns, the arrays of its block."""
+        sizes = [block.stop - block.start for block in rows]
+        starts = np.array([block.start for block in rows], np.int32)
         starts = np.pad(starts, (0, self.at_once - len(rows)), "edge")
         largest = max(sizes)
         if largest not in self.programs:
             self.programs[largest] = jax.jit(self._function(largest))
-        blocks = self.programs[largest](self.prepared, jax.device_put(starts, self._split))
+        blocks = self.programs[largest](self.prepared, jax.device_put(starts, self._one_each))
         stacks = [np.asarray(leaf) for leaf in jax.tree.leaves(blocks)]
-        cut = lambda block, size: block[:size] if self.part.axis == 0 else block[..., :size]
-        return [[cut(stack[k], size) for stack in stacks] for k, size in enumerate(sizes)]
+        crop = lambda block, size: block[:size] if self.part.axis == 0 else block[..., :size]
+        return [[crop(stack[k], size) for stack in stacks] for k, size in enumerate(sizes)]
 
     def default_size(self, specs: Sequence[ArraySpec], most: int) -> int:
-        """Blocks of a size that is good to write and read, and at most so large."""
+        """Return a block size of about `BLOCK_BYTES`, but at most `most` columns."""
         total = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
         return max(1, min(most, BLOCK_BYTES * self.part.length // max(1, total)))
 
     def planned_size(self, request: BudgetRequest, recorded: int | None, most: int) -> int:
-        """The largest block that fits the budget of a device, beside what was prepared.
+        """Return the size of the largest block that fits a device's budget, next to `prepared`.
 
-        It is at most so large. A store that was begun keeps its block size, if that fits.
+        It is at most `most`. A store that is resumed keeps its block size (`recorded`), which must
+        fit.
         """
         budget = parse_memory(request.budget)
         held = sum(map(_bytes_on_device, jax.tree.leaves(self.prepared)))
-        starts = jax.ShapeDtypeStruct((self.at_once,), jnp.int32, sharding=self._split)
+        starts = jax.ShapeDtypeStruct((self.at_once,), jnp.int32, sharding=self._one_each)
         if recorded is not None:
             needs = held + memory_usage(self._function(recorded), self.prepared, starts).added_bytes
             if needs > budget:
@@ -123,16 +133,16 @@ class BlockPrograms:
         return plan.batch_size
 
     @property
-    def _split(self) -> NamedSharding | None:
-        """Where numbers are of which each device has one."""
+    def _one_each(self) -> NamedSharding | None:
+        """Sharding of a vector with one element for each device."""
         return None if self.axis is None else self.axis.sharding(0)
 
     def _function(self, size: int) -> Fun:
-        """From what was prepared and the first column of each block, the blocks, stacked."""
+        """Return a function of `prepared` and the first column of each block to stacked blocks."""
         part = self.part
 
-        def block(prepared: Any, starts: Array) -> PyTree:
-            # Those that are beyond the last are cut off by whoever asked.
+        def block(prepared: PyTree, starts: Array) -> PyTree:
+            # Columns beyond the last are copies of it, which `compute` crops.
             last = jnp.int32(part.length - 1)
             indices = jnp.minimum(starts[0] + jnp.arange(size, dtype=jnp.int32), last)
             column = lambda index: part.column(prepared, index)
@@ -142,16 +152,16 @@ class BlockPrograms:
         if self.axis is None:
             return block
         stacked = self.axis.spec(0)
-        return self.axis.shard_map(block, (WHOLE, stacked), stacked)
+        return self.axis.shard_map(block, (REPLICATED, stacked), stacked)
 
 
 def _bytes_on_device(array: Array) -> int:
-    """What an array takes on each of the devices on which it lies."""
+    """Return the memory that an array takes on each of its devices."""
     return array.addressable_shards[0].data.nbytes
 
 
 SEEN_WITHIN = 30.0
-"""Seconds within which a process must see what another one has written to the file system."""
+"""Seconds within which a process must see a store that another process has created."""
 
 
 def stream(
@@ -163,8 +173,8 @@ def stream(
     overwrite: bool,
     verify: bool,
     progress: bool,
-) -> tuple[list[Any], PyTree]:
-    """The arrays of a problem with one part, on disk at `out`, and its auxiliary value."""
+) -> tuple[list[ZarrArray], PyTree]:
+    """Compute a problem with one part, on disk at `out`. Return its arrays and `aux`."""
     if not options.jit or (options.budget is not None and options.budget.objective == "time"):
         raise ValueError(
             f"{where()}: blocks for the disk are always compiled, and as large as the budget "
@@ -173,43 +183,52 @@ def stream(
     if any(map(_jax.is_tracer, jax.tree.leaves(x))):
         raise ValueError(f"{where()}: {_NOT_TRACED.format(out)}")
     check_closed_over(problem.prepare, x, options)
-    team = Team.of(options.axis)
-    x = team.own(x)
-    with team.by_itself():
-        wanted = team.all_or_none(
+    processes = ProcessGroup.of(options.axis)
+    x = processes.replicate_locally(x)
+    with processes.local_mesh():
+        wanted = processes.all_or_none(
             lambda: _Wanted.of(problem, x, check_path(out), overwrite, options),
             "checking the arguments",
         )
-        if team.count > 1:
-            check_agreement(wanted.in_words(x))
-        blocks, aux = team.all_or_none(
-            lambda: BlockPrograms.of(problem, x, team.axis), "linearising the function"
+        if processes.count > 1:
+            check_agreement(wanted.described(x))
+        blocks, aux = processes.all_or_none(
+            lambda: BlockPrograms.of(problem, x, processes.axis), "linearising the function"
         )
         with disk_errors(wanted.path):
-            store = _opened(wanted, blocks, options, block_size, team, verify)
-            _write_unfinished(store, blocks, team, progress)
-    return list(store.arrays()), aux
+            store = _opened(wanted, blocks, options, block_size, processes, verify)
+            _write_unfinished(store, blocks, processes, progress)
+    return store.arrays(), aux
+
+
+class _Computation(TypedDict):
+    """The keyword arguments of `BlockStore.recorded_block_size`."""
+
+    axis: CommonAxis
+    length: int
+    fingerprint: str
+    overwrite: bool
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Which store is wanted: where, with which arrays, for which computation."""
+    """The store that is wanted: its path, its arrays, and the computation."""
 
     path: Path
     specs: tuple[ArraySpec, ...]
-    computation: Any
-    """What `BlockStore` takes beside these."""
+    computation: _Computation
     callbacks: tuple[str, ...]
-    """The Python functions that the program calls, which no fingerprint covers."""
+    """The Python functions that the program calls, which the fingerprint does not cover."""
 
     @classmethod
     def of(
         cls, problem: BlockProblem, x: PyTree, path: Path, overwrite: bool, options: Options
     ) -> "_Wanted":
+        """Trace a column of the problem, and return the store for it."""
         (part,) = problem.parts
         first = lambda x: part.column(problem.prepare(x)[0], 0)
         program, shapes = _traced(first, x, path, options)
-        computation = {
+        computation: _Computation = {
             "axis": "first" if part.axis == 0 else "last",
             "length": part.length,
             "fingerprint": fingerprint(program, (), jax.tree.leaves(x)),
@@ -217,18 +236,20 @@ class _Wanted:
         }
         return cls(path, tuple(_specs(shapes, part)), computation, tuple(callbacks(program)))
 
-    def in_words(self, x: PyTree) -> list[str]:
-        """What all processes must have alike, a line for each."""
-        text = self.computation["fingerprint"][:12]
-        told = f"the fingerprint of function, constants and inputs is {text}"
-        return [*describe("x", x), told]
+    def described(self, x: PyTree) -> list[str]:
+        """Return lines that describe what all processes must agree on."""
+        digits = self.computation["fingerprint"][:12]
+        return [
+            *describe("x", x),
+            f"the fingerprint of function, constants and inputs is {digits}",
+        ]
 
     def recorded_block_size(self) -> int | None:
-        """That of the store, if it was begun."""
+        """Return the block size of the store, if it exists."""
         return BlockStore.recorded_block_size(self.path, self.specs, **self.computation)
 
     def opened(self, block_size: int, verify: bool) -> BlockStore:
-        """The store, made or continued; with callbacks, made."""
+        """Create or resume the store. With callbacks, always create it."""
         return BlockStore.open(
             self.path,
             self.specs,
@@ -239,11 +260,11 @@ class _Wanted:
         )
 
     def resumed_block_size(self) -> int | None:
-        """That of the store, if it was begun and can be continued.
+        """Return the block size of the store, if it exists and can be resumed.
 
         Raises:
-            ValueError: it was begun, but by a program that calls Python functions, and is not to be
-                overwritten: these may have computed something else then.
+            ValueError: If it exists and may not be overwritten, but the program calls Python
+                functions: these may have computed something else when it was written.
         """
         recorded = self.recorded_block_size()
         if recorded is None or not self.callbacks:
@@ -257,23 +278,23 @@ class _Wanted:
             f"compute it again, choose another path, or read it with zarr.open."
         )
 
-    def joined(self, block_size: int, number: int) -> BlockStore:
-        """The store that another process has opened, which is process `number`'s to find."""
+    def joined(self, block_size: int, process: int) -> BlockStore:
+        """Return the store that process 0 has opened, for another process."""
         axis, length = self.computation["axis"], self.computation["length"]
         deadline = time.monotonic() + SEEN_WITHIN
         while self.recorded_block_size() != block_size:
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
                     f"{where()}: process 0 has opened the store {self.path}, but "
-                    f"process {number} does not see it. It must be in a file system that all "
+                    f"process {process} does not see it. It must be in a file system that all "
                     f"processes share."
                 )
             time.sleep(0.1)
         return BlockStore(self.path, self.specs, axis, length, block_size)
 
 
-def _traced(fun: Any, x: PyTree, path: Path, options: Options) -> tuple[Any, PyTree]:
-    """The program of a column and its shape, the same whatever devices it will run on."""
+def _traced(fun: Fun, x: PyTree, path: Path, options: Options) -> tuple[_jax.ClosedJaxpr, PyTree]:
+    """Trace a column. Return its jaxpr, which does not depend on devices, and its shapes."""
     if options.axis is None and jax.process_count() == 1:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     else:
@@ -298,15 +319,15 @@ def _opened(
     blocks: BlockPrograms,
     options: Options,
     block_size: int,
-    team: Team,
+    processes: ProcessGroup,
     verify: bool,
 ) -> BlockStore:
-    """The store, opened by the first process, which says how large blocks are."""
+    """Open the store in the first process, which chooses the block size, then in the others."""
 
     def open_first() -> BlockStore:
         recorded = wanted.resumed_block_size()
-        # So that there is something to do for every device.
-        most = -(-blocks.part.length // (blocks.at_once * team.count))
+        # At least one block for every device.
+        most = -(-blocks.part.length // (blocks.at_once * processes.count))
         if options.budget is not None:
             size = blocks.planned_size(options.budget, recorded, most)
         elif options.has_size:
@@ -315,19 +336,26 @@ def _opened(
             size = recorded or blocks.default_size(wanted.specs, most)
         return wanted.opened(size, verify)
 
-    store = team.all_or_none(lambda: open_first() if team.is_first else None, "opening the store")
-    size = int(team.sent_by_first(np.int32(0 if store is None else store.block_size)))
-    return team.all_or_none(lambda: store or wanted.joined(size, team.number), "opening the store")
+    store = processes.all_or_none(
+        lambda: open_first() if processes.is_first else None, "opening the store"
+    )
+    chosen = np.array(0 if store is None else store.block_size, np.int32)
+    size = int(processes.sent_by_first(chosen))
+    return processes.all_or_none(
+        lambda: store or wanted.joined(size, processes.index), "opening the store"
+    )
 
 
-def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, progress: bool) -> None:
-    """Compute and write the blocks that are missing, each process its share of them."""
+def _write_unfinished(
+    store: BlockStore, blocks: BlockPrograms, processes: ProcessGroup, progress: bool
+) -> None:
+    """Compute and write the unfinished blocks, which are assigned to processes round-robin."""
     if not store.num_blocks:
         return
     missing = np.zeros(store.num_blocks, np.uint8)
     missing[store.unfinished()] = 1
-    unfinished = np.flatnonzero(team.sent_by_first(missing)).tolist()
-    own, left = unfinished[team.number :: team.count], len(unfinished)
+    unfinished = np.flatnonzero(processes.sent_by_first(missing)).tolist()
+    assigned, left = unfinished[processes.index :: processes.count], len(unfinished)
     bar = Progress(where().partition(".")[2], store.num_blocks, store.num_blocks - left)
 
     def is_done() -> bool:
@@ -337,20 +365,20 @@ def _write_unfinished(store: BlockStore, blocks: BlockPrograms, team: Team, prog
             bar.advance(before - left)
         return not left
 
-    for begin in range(0, len(own), blocks.at_once):
-        indices = own[begin : begin + blocks.at_once]
+    for begin in range(0, len(assigned), blocks.at_once):
+        indices = assigned[begin : begin + blocks.at_once]
         computed = blocks.compute([store.rows(index) for index in indices])
         for index, arrays in zip(indices, computed, strict=True):
             store.write(index, arrays)
-        del computed  # Before the next are computed.
+        del computed  # Free it before the next blocks are computed.
         if progress:
             is_done()
-    team.wait_until(is_done)
+    processes.wait_until(is_done)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """Say what to do where the system refuses to write: a full disk, or one that is read-only."""
+    """Add advice to errors of writing: the disk is full, or read-only."""
     advice = {
         errno.ENOSPC: "Make room, or choose a path on another disk.",
         errno.EDQUOT: "Make room, or choose a path on another disk.",
@@ -377,11 +405,12 @@ _NOT_TRACED = (
 
 
 def _specs(shapes: PyTree, part: Part) -> list[ArraySpec]:
+    """Return the arrays that columns of these shapes are stacked to."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    specs = []
+    specs: list[ArraySpec] = []
     for path, leaf in leaves:
         name = "" if len(leaves) == 1 else leaf_name("", path)
-        first = part.axis == 0
-        shape = (part.length, *leaf.shape) if first else (*leaf.shape, part.length)
+        is_first = part.axis == 0
+        shape = (part.length, *leaf.shape) if is_first else (*leaf.shape, part.length)
         specs.append(ArraySpec(name, shape, np.dtype(leaf.dtype)))
     return specs

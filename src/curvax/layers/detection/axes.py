@@ -1,12 +1,11 @@
-"""Axes that keep their identity while an array is re-arranged.
+"""`Axes`: where the axes of an array go when it is transposed, reshaped and broadcast.
 
-Transposing, reshaping, broadcasting and squeezing an array move its axes about, merge and split
-them. `Axes` follows them: each axis of the array as it started is an `Atom` or, where a reshape
-split it, several; each axis of the array as it is now is a sequence of atoms. What was
-broadcast is an atom without an origin.
+Each axis of the original array is an `Atom` or, where a reshape split it, several. Each axis of the
+current array is a sequence of atoms, as einops writes `(b t) d`. A broadcast axis is an atom
+without an origin.
 
-Given both, any array that is laid out like the second can be brought into any order of the atoms,
-and back (`Arrangement`).
+Given `Axes`, an array laid out like the current one can be brought into any order of the atoms, and
+back (`Arrangement`).
 """
 
 import math
@@ -17,9 +16,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Atom:
-    """A part of an axis: of axis `origin`, or of none; the `stride`-th part of `size` of it.
+    """A factor of an axis: the digit of given `stride` and `size` in an index along axis `origin`.
 
-    Within its axis, atoms with larger strides come first, as the digits of a number.
+    An index along an original axis is the sum of `stride * digit` over its atoms. `origin` is None
+    for an axis that was broadcast.
+
+    Examples:
+        An axis of 6 elements, reshaped to (2, 3): index 5 is 3 * 1 + 1 * 2.
+
+        >>> Atom(origin=0, stride=1, size=6).split(2)
+        (Atom(origin=0, stride=3, size=2), Atom(origin=0, stride=1, size=3))
     """
 
     origin: int | None
@@ -27,7 +33,7 @@ class Atom:
     size: int
 
     def split(self, major: int) -> tuple["Atom", "Atom"]:
-        """Two atoms in place of this, the first of the given size."""
+        """Split into two atoms, the first (more significant) one of the given size."""
         minor = self.size // major
         return (
             Atom(self.origin, self.stride * minor, major),
@@ -40,9 +46,10 @@ Dims = tuple[tuple[Atom, ...], ...]
 
 
 def refined(one: Sequence[Atom], other: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
-    """Split the atoms of two factorisations of one axis until they are of the same sizes.
+    """Refine two factorisations of one axis until their atoms have the same sizes.
 
-    Returns pairs of atoms, one of each factorisation, or None if the sizes do not divide.
+    Returns:
+        Pairs of atoms, one of each factorisation; None if the sizes do not divide each other.
     """
     left, right = list(one), list(other)
     pairs: list[tuple[Atom, Atom]] = []
@@ -51,7 +58,7 @@ def refined(one: Sequence[Atom], other: Sequence[Atom]) -> list[tuple[Atom, Atom
         size = min(a.size, b.size)
         if not size or a.size % size or b.size % size:
             return None
-        # The minor part is split further: the major part of both is of the same size.
+        # The more significant parts have the same size; the rest is matched in the next round.
         if a.size > size:
             a, rest = a.split(size)
             left.insert(0, rest)
@@ -64,11 +71,20 @@ def refined(one: Sequence[Atom], other: Sequence[Atom]) -> list[tuple[Atom, Atom
 
 @dataclass(frozen=True)
 class Axes:
-    """Where the axes of an array of shape `origin` have gone: the atoms of each axis it has now.
+    """Where the axes of an array of shape `origin` have gone.
 
-    Axes and atoms of size one have nothing to keep track of. `looped` has an entry for each loop
-    around, outermost first: the axis along which it takes one element after the other, or nothing
-    if it takes the array as it is.
+    Attributes:
+        origin: Shape of the original array.
+        dims: Atoms of each axis of the current array. Axes of size one have no atoms.
+        looped: For each loop around the current array, outermost first, the atoms of the axis that
+            the loop scans over; () if all steps share the array.
+
+    Examples:
+        Time-major sequences, with time and batch merged into one axis:
+
+        >>> axes = Axes.of((2, 3, 4)).transpose((1, 0, 2)).reshape((6, 4))
+        >>> [[atom.origin for atom in dim] for dim in axes.dims]
+        [[1, 0], [2]]
     """
 
     origin: tuple[int, ...]
@@ -77,22 +93,28 @@ class Axes:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Axes":
-        """The axes of an array that was not re-arranged yet."""
+        """Return the axes of an original array."""
         dims = tuple((Atom(axis, 1, size),) if size != 1 else () for axis, size in enumerate(shape))
         return cls(tuple(shape), dims)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array as it is now."""
+        """The shape of the current array."""
         return tuple(math.prod(atom.size for atom in dim) for dim in self.dims)
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All atoms, in the order in which they are now."""
-        return tuple(atom for dim in self.dims for atom in dim)
+        """The atoms of the current array, in the order of its axes."""
+        return joined(self.dims)
+
+    def atoms_of(self, origins: Sequence[int]) -> tuple[Atom, ...]:
+        """Return the atoms that belong to some original axes, in the order of these."""
+        found = [atom for atom in self.atoms if atom.origin in origins]
+        order = lambda atom: (origins.index(atom.origin), -atom.stride)
+        return tuple(sorted(found, key=order))
 
     def origin_dims(self) -> Dims:
-        """The atoms of each axis of the array as it started."""
+        """Return the atoms of each axis of the original array."""
         atoms = [*self.atoms, *(atom for dim in self.looped for atom in dim)]
         return tuple(
             tuple(sorted((a for a in atoms if a.origin == axis), key=lambda a: -a.stride))
@@ -107,13 +129,13 @@ class Axes:
         return replace(self, dims=tuple(kept))
 
     def expand(self, axes: Sequence[int]) -> "Axes":
-        """With new axes of size one, at these places of the result."""
+        """Insert axes of size one, at these positions of the result."""
         old = iter(self.dims)
         count = len(self.dims) + len(axes)
         return replace(self, dims=tuple(() if i in axes else next(old) for i in range(count)))
 
     def broadcast(self, shape: Sequence[int], axes: Sequence[int]) -> "Axes":
-        """As `lax.broadcast_in_dim` does: old axis k becomes axis `axes[k]` of the shape."""
+        """Broadcast as `lax.broadcast_in_dim` does: axis k becomes axis `axes[k]` of `shape`."""
         dims: list[tuple[Atom, ...]] = []
         old = dict(zip(axes, self.dims, strict=True))
         for axis, size in enumerate(shape):
@@ -122,7 +144,7 @@ class Axes:
         return replace(self, dims=tuple(dims))
 
     def reshape(self, shape: Sequence[int]) -> "Axes | None":
-        """In another shape; None if that mixes axes so that they cannot be told apart."""
+        """Reshape; None if an axis of the result would not be a product of atoms."""
         if 0 in shape or 0 in self.shape:
             return None
         atoms = [atom for dim in self.dims for atom in dim]
@@ -145,13 +167,15 @@ class Axes:
             dims.append(tuple(dim))
         return None if atoms else replace(self, dims=tuple(dims))
 
-    def cut(
+    def slice(
         self, axis: int, start: int, stop: int
     ) -> "tuple[Axes, tuple[int, int, int] | None] | None":
-        """What is from `start` to `stop` along an axis, and which part of which axis that was.
+        """Take the elements from `start` to `stop` along an axis.
 
-        The latter is None if the array was only repeated there. None if it is not one piece of the
-        array as it started.
+        Returns:
+            The axes of the slice, and `(axis, start, stop)` of the same slice of the original
+            array, which is None if the sliced axis was broadcast. None instead of both if the
+            elements are not one contiguous slice of the original array.
         """
         if start >= stop or not self.dims[axis]:
             return None
@@ -171,7 +195,7 @@ class Axes:
         return replace(shorter, origin=sizes), (origin, start * stride, stop * stride)
 
     def inside_loop(self, element: bool) -> "Axes":
-        """As a loop takes it: one element along the first axis, or all of it in each step."""
+        """Enter a loop, each step of which takes one `element` of the first axis, or the array."""
         if not element:
             return replace(self, looped=(*self.looped, ()))
         return replace(self, dims=self.dims[1:], looped=(*self.looped, self.dims[0]))
@@ -179,10 +203,21 @@ class Axes:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How to bring an array into an order of its axes, merged into groups, and back.
+    """A reshape, a transpose and a reshape, which can be undone.
 
-    The array of the given `shape` is reshaped to `parts`, transposed, and reshaped to the sizes of
-    the groups.
+    Attributes:
+        shape: Shape of the array to arrange.
+        parts: Shape to reshape it to: the sizes of its atoms.
+        permutation: How to transpose that.
+        groups: Shape of the result: the atoms of a group are merged into one axis.
+
+    Examples:
+        >>> import numpy as np
+        >>> b, t, d = Axes.of((2, 3, 4)).dims
+        >>> arrangement = Arrangement.of((b, t, d), [(*t, *b), d])
+        >>> x = np.zeros((2, 3, 4))
+        >>> arrangement.apply(x).shape, arrangement.undo(arrangement.apply(x)).shape
+        ((6, 4), (2, 3, 4))
     """
 
     shape: tuple[int, ...]
@@ -192,7 +227,7 @@ class Arrangement:
 
     @classmethod
     def of(cls, dims: Dims, groups: Sequence[Sequence[Atom]]) -> "Arrangement":
-        """To the atoms of each group, in order. Together these are all atoms of the axes."""
+        """Arrange an array of axes `dims` into `groups` of atoms, which together are all atoms."""
         shape = tuple(math.prod(atom.size for atom in dim) for dim in dims)
         atoms = [atom for dim in dims for atom in dim]
         order = [atoms.index(atom) for group in groups for atom in group]
@@ -203,18 +238,18 @@ class Arrangement:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether `apply` is the identity."""
         in_order = self.permutation == tuple(range(len(self.permutation)))
         return in_order and self.shape == self.groups
 
     def apply(self, x: Any) -> Any:
-        """The array in the new order."""
+        """Return the array in the new order."""
         if self.is_trivial:
             return x
         return x.reshape(self.parts).transpose(self.permutation).reshape(self.groups)
 
     def undo(self, x: Any) -> Any:
-        """Inverse of `apply`."""
+        """Invert `apply`."""
         if self.is_trivial:
             return x
         moved = tuple(self.parts[axis] for axis in self.permutation)
@@ -222,7 +257,7 @@ class Arrangement:
         return x.reshape(moved).transpose(back).reshape(self.shape)
 
     def with_axes(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> "Arrangement":
-        """The same for arrays that have further axes of these sizes, which stay where they are."""
+        """Return the same arrangement for arrays with further leading and trailing axes."""
         first, last = tuple(before), tuple(after)
         skip, end = len(first), len(first) + len(self.parts)
         moved = (skip + axis for axis in self.permutation)
@@ -234,25 +269,30 @@ class Arrangement:
         )
 
 
-# Operations that only move the elements of an array about, and what they do to its axes.
+def joined(dims: Sequence[Sequence[Atom]]) -> tuple[Atom, ...]:
+    """Return the atoms of several axes as those of one axis."""
+    return tuple(atom for dim in dims for atom in dim)
 
 
-def _ints(numbers: Any) -> tuple[int, ...]:
-    """Plain integers; some transformations leave NumPy's in the parameters of an operation."""
+# Operations that only rearrange the elements of an array, and what they do to its axes.
+
+
+def ints(numbers: Any) -> tuple[int, ...]:
+    """Return Python integers; some transformations leave NumPy integers in an equation."""
     return tuple(map(int, numbers))
 
 
 _same: Callable[[Axes, dict[str, Any]], Axes] = lambda axes, _: axes
 
 REARRANGED: dict[str, Callable[[Axes, dict[str, Any]], Axes | None]] = {
-    "transpose": lambda axes, params: axes.transpose(_ints(params["permutation"])),
+    "transpose": lambda axes, params: axes.transpose(ints(params["permutation"])),
     "reshape": lambda axes, params: (
-        None if params.get("dimensions") is not None else axes.reshape(_ints(params["new_sizes"]))
+        None if params.get("dimensions") is not None else axes.reshape(ints(params["new_sizes"]))
     ),
     "broadcast_in_dim": lambda axes, params: axes.broadcast(
-        _ints(params["shape"]), _ints(params["broadcast_dimensions"])
+        ints(params["shape"]), ints(params["broadcast_dimensions"])
     ),
-    "squeeze": lambda axes, params: axes.squeeze(_ints(params["dimensions"])),
+    "squeeze": lambda axes, params: axes.squeeze(ints(params["dimensions"])),
     "convert_element_type": _same,
     "copy": _same,
     "copy_p": _same,
@@ -267,4 +307,4 @@ REARRANGED: dict[str, Callable[[Axes, dict[str, Any]], Axes | None]] = {
     "reshard": _same,
     "mesh_cast": _same,
 }
-"""Operations that only move elements about, and what they do to axes."""
+"""Operations that only rearrange elements, and what they do to axes; None if that is unknown."""

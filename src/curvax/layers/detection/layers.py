@@ -1,9 +1,8 @@
-"""From uses of parameters to layers: each parameter belongs to one.
+"""`build_layers`: from uses of parameters to layers, one for each parameter.
 
-Sites that use the same parameters in the same way are one layer, applied at several places. A bias
-stays with its weights if it goes with them everywhere; otherwise it is a layer of its own. A
-parameter with any use that is no site, or with uses that do not go together, is generic, and the
-layer says why.
+Uses of the same parameters in the same way form one layer. A bias stays with its weights if it goes
+with them in all uses; otherwise it is a layer of its own. A parameter is generic if something else
+consumes it, too, or if its uses are not alike; the layer then says why.
 """
 
 import itertools
@@ -12,43 +11,51 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from curvax.layers.detection.axes import Arrangement
+from curvax.layers.detection.candidates import CandidateUse, ParamView, Reason
 from curvax.layers.detection.program import Node
-from curvax.layers.detection.sites import ParamView, Site
-from curvax.layers.detection.uses import Encounter, Interpreter
+from curvax.layers.detection.uses import Consumer, Interpreter
 from curvax.layers.patterns import Match
-from curvax.layers.tags import generic_tag, scale_and_shift_tag
-from curvax.layers.use import UNKNOWN, LayerUse, Slice, same_examples
+from curvax.layers.tags import embedding_tag, generic_tag, scale_and_shift_tag
+from curvax.layers.use import ExampleProblem, LayerUse, Slice, group_by_examples
 
-Encounters = dict[int, list[Encounter]]
-"""For each parameter, what meets it."""
+Consumers = dict[int, list[Consumer]]
+"""For each parameter, by its index, the operations that consume it."""
 
 _UNUSED = "no loss depends on it"
 _NO_DERIVATIVE = "no loss has a derivative in it"
 
 
-class Tagged(NamedTuple):
-    """A use of a layer that the user tags: the node of the tag, and its parameters."""
+class ExistingTag(NamedTuple):
+    """A tag that the program has already: its node and its parameters."""
 
     node: Node
     params: tuple[ParamView, ...]
 
 
+UseSource = CandidateUse | Match | ExistingTag
+"""Where a use comes from: detection, a user-supplied pattern, or a tag in the program."""
+
+
 @dataclass(frozen=True, eq=False)
 class FoundLayer:
-    """Parameters that belong together, by their numbers, and where a program uses them.
+    """Parameters that belong together, and their uses in a program.
 
-    Uses are found by detection, matched by a pattern, or tagged by the user. A generic layer has a
-    reason for being that.
+    Attributes:
+        tag_name: Name of the tag of the layer.
+        params: Indices of the parameters.
+        sources: Where each use comes from.
+        uses: What the layer does in each use.
+        reason: Why the layer is generic, if it is.
+        uncovered: Number of uses of the parameters that the layer does not cover.
+        why_uncovered: Why it does not cover them.
     """
 
     tag_name: str
     params: tuple[int, ...]
-    sites: tuple[Site | Match | Tagged, ...] = ()
+    sources: tuple[UseSource, ...] = ()
     uses: tuple[LayerUse, ...] = ()
-    """What the layer does at each of these."""
-    reason: str = ""
+    reason: Reason = ""
     uncovered: int = 0
-    """How many uses of its parameters the layer does not cover."""
     why_uncovered: str = ""
 
     @property
@@ -57,31 +64,36 @@ class FoundLayer:
         return self.reason == _UNUSED
 
     @property
-    def num_sites(self) -> int:
-        """How often it is used."""
-        return len(self.sites)
+    def num_uses(self) -> int:
+        """The number of uses."""
+        return len(self.sources)
 
     @property
     def remark(self) -> str:
-        """What to tell the user about it if it is known."""
-        uncovered = f"{self.uncovered} more uses are not covered by the layer"
-        uncovered += f" ({self.why_uncovered})" if self.why_uncovered else ""
-        remarks = [uncovered] * bool(self.uncovered) + [self.examples] * bool(self.examples)
+        """What to tell the user about a layer that is not generic."""
+        remarks: list[str] = []
+        if self.uncovered:
+            why = f" ({self.why_uncovered})" if self.why_uncovered else ""
+            remarks.append(f"{self.uncovered} more uses are not covered by the layer{why}")
+        if self.example_problem is not None:
+            remarks.append(self.example_problem.remark)
         return "; ".join(remarks)
 
     @property
-    def examples(self) -> str:
-        """What to tell the user about the examples that it is applied to."""
+    def example_problem(self) -> ExampleProblem | None:
+        """What is wrong with the examples that the layer is applied to; None if nothing is."""
+        if self.is_generic:
+            return None
         at = [use.examples for use in self.uses]
-        groups = same_examples(at)
-        if self.is_generic or not isinstance(groups, str):
-            return next((each.remark for each in at if each.remark and not self.is_generic), "")
-        return groups
+        groups = group_by_examples(at)
+        if isinstance(groups, ExampleProblem):
+            return groups
+        return next((each.any_problem for each in at if each.any_problem is not None), None)
 
     @property
     def has_unknown_examples(self) -> bool:
         """Whether it is not known which examples it is applied to, or where these are."""
-        return self.examples.startswith(UNKNOWN)
+        return self.example_problem is not None and self.example_problem.makes_unknown
 
     @property
     def is_generic(self) -> bool:
@@ -98,7 +110,13 @@ class TaggedUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of a tagged program: its parameters, by their numbers, and its tags."""
+    """A layer of a tagged program.
+
+    Attributes:
+        tag_name: Name of the tag of the layer.
+        params: Indices of the parameters.
+        tags: The tags of its uses.
+    """
 
     tag_name: str
     params: tuple[int, ...]
@@ -121,12 +139,12 @@ class Layer:
 
 
 def layers_of_tags(tags: Iterable[TaggedUse]) -> list[Layer]:
-    """Put the tags of a program together to layers, in the order of their parameters."""
+    """Group the tags of a program into layers, sorted by the indices of their parameters."""
     found: dict[tuple[str, tuple[int, ...]], list[TaggedUse]] = {}
     for tag in tags:
         params = tuple(param.index for param in tag.use.params)
         found.setdefault((tag.use.layer, params), []).append(tag)
-    layers = [Layer(*key, tuple(own)) for key, own in found.items()]
+    layers = [Layer(*key, tuple(of_layer)) for key, of_layer in found.items()]
     return sorted(layers, key=lambda layer: layer.params)
 
 
@@ -136,98 +154,103 @@ def build_layers(
     only_generic: bool = False,
     matched: Sequence[Match] = (),
 ) -> list[FoundLayer]:
-    """The layers, in the order of their first parameters.
+    """Group uses into layers, sorted by the indices of their parameters.
 
-    Those that the user tagged come before those that the user's patterns found, and these before
-    all others.
+    Layers that the user tagged come before those that user-supplied patterns found, and these
+    before all others.
+
+    Arguments:
+        found: The consumers of each parameter, and the tags in the program.
+        skipped: Names of the patterns not to look for.
+        only_generic: Whether all parameters that are not tagged are generic.
+        matched: The matches of user-supplied patterns.
     """
-    uses = {param: list(of) for param, of in found.uses.items()}
-    layers = _tagged_layers(found, uses)
+    consumers = {param: list(of_param) for param, of_param in found.consumers.items()}
+    layers = _tagged_layers(found, consumers)
     if not only_generic:
-        layers += _matched_layers(found, uses, matched, layers)
-    left = [param for param in uses if not any(param in layer.params for layer in layers)]
-    _leave_what_is_taken(uses, left)
+        layers += _matched_layers(found, consumers, matched, layers)
+    left = [param for param in consumers if not any(param in layer.params for layer in layers)]
+    _separate_taken(consumers, left)
     if only_generic:
         layers += [_generic(param, "only generic layers were asked for") for param in left]
         return sorted(layers, key=lambda layer: layer.params)
-    _separate_biases(uses, left, skipped)
+    _separate_biases(consumers, left, skipped)
     for param in left:
         if param in found.without_derivative:
             layers.append(_generic(param, _NO_DERIVATIVE))
             continue
-        layer = _layer_of(param, uses, skipped)
+        layer = _layer_of(param, consumers, skipped)
         if layer is not None:
             layers.append(layer)
     return sorted(layers, key=lambda layer: layer.params)
 
 
-def _layer_of(param: int, uses: Encounters, skipped: Collection[str]) -> FoundLayer | None:
-    """The layer of which a parameter is the first; None if it is only its bias."""
-    own = uses[param]
-    if not own:
+def _layer_of(param: int, consumers: Consumers, skipped: Collection[str]) -> FoundLayer | None:
+    """Return the layer of which a parameter is the first; None if it is only a bias."""
+    of_param = consumers[param]
+    if not of_param:
         return _generic(param, _UNUSED)
-    counting = _counting(own)
-    reasons = list(dict.fromkeys(use.reason for use in counting if use.site is None))
+    counting = _counting(of_param)
+    reasons = list(dict.fromkeys(each.reason for each in counting if each.use is None))
     if reasons:
         return _generic(param, "; ".join(reasons))
-    sites = [use.site for use in counting if use.site is not None]
-    if all(_is_bias(param, site) for site in sites):
+    uses = [each.use for each in counting if each.use is not None]
+    if all(_is_bias(param, use) for use in uses):
         return None
-    names = {pattern_of(site) for site in sites}
+    names = {pattern_of(use) for use in uses}
     if names & set(skipped):
         return _generic(param, f"the pattern {', '.join(sorted(names & set(skipped)))} is skipped")
-    if not _go_together(sites):
-        kinds = ", ".join(sorted({site.tag.name for site in sites}))
+    if not _form_one_layer(uses):
+        kinds = ", ".join(sorted({use.tag.name for use in uses}))
         return _generic(param, f"it is used in ways that do not go together ({kinds})")
-    numbers = tuple(view.param for view in sites[0].params)
-    # A table that is also a matrix is registered as the table, weights with a bias as the weights.
-    order = lambda name: (name != "embedding_tag", name == scale_and_shift_tag.name)
-    first = min((site.tag.name for site in sites), key=order)
-    uncovered = [use.reason for use in own if use not in counting]
+    # An embedding that is also a matrix is an embedding; weights with a bias are weights.
+    order = lambda name: (name != embedding_tag.name, name == scale_and_shift_tag.name)
+    uncovered = [each.reason for each in of_param if each not in counting]
     return FoundLayer(
-        first,
-        numbers,
-        tuple(sites),
+        min((use.tag.name for use in uses), key=order),
+        tuple(view.param for view in uses[0].params),
+        tuple(uses),
         uncovered=len(uncovered),
         why_uncovered="; ".join(dict.fromkeys(uncovered)),
     )
 
 
-def _counting(uses: Sequence[Encounter]) -> Sequence[Encounter]:
-    """The uses that count: those that differ from example to example, if there are such.
+def _counting(consumers: Sequence[Consumer]) -> Sequence[Consumer]:
+    """Return the consumers that differ from example to example; all if there are none.
 
-    Others are there where a derivative of a network, in a direction that is the same for all
-    examples, is part of a loss.
+    Others occur where a derivative of a network, in a direction that is the same for all examples,
+    is part of a loss.
     """
-    return [use for use in uses if not use.is_constant] or uses
+    return [each for each in consumers if not each.is_constant] or consumers
 
 
-def _generic(param: int, reason: str) -> FoundLayer:
+def _generic(param: int, reason: Reason) -> FoundLayer:
     return FoundLayer(generic_tag.name, (param,), reason=reason)
 
 
-def _is_bias(param: int, site: Site) -> bool:
-    return site.params[0].param != param
+def _is_bias(param: int, use: CandidateUse) -> bool:
+    return use.params[0].param != param
 
 
-def _go_together(sites: Sequence[Site]) -> bool:
-    """Whether sites can be those of one layer.
+def _form_one_layer(uses: Sequence[CandidateUse]) -> bool:
+    """Return whether uses can be those of one layer.
 
-    Each part of a parameter is one that has nothing in common with any other, and is used in the
-    same way, with the same part of the bias, wherever it is used. Some parts may be weights and
-    others scales or shifts: layers with their biases that are cut from one array.
+    The slices of a parameter that are used do not overlap, and each is used in the same way, with
+    the same slice of the bias, wherever it is used. Some slices may be weights and others scales or
+    shifts: layers and their biases that are sliced from one array.
     """
-    parts = [tuple(view.cuts for view in site.params) for site in sites]
-    roles = {(part, _role(site)) for part, site in zip(parts, sites, strict=True)}
-    by_param = [list(dict.fromkeys(cuts)) for cuts in zip(*parts, strict=True)]
-    alike = len({len(set(cuts)) for cuts in (parts, roles, *by_param)}) == 1
-    kinds = {site.tag.name for site in sites} - {"embedding_tag", scale_and_shift_tag.name}
-    pairs = [pair for cuts in by_param for pair in itertools.combinations(cuts, 2)]
-    return alike and len(kinds) <= 1 and not any(itertools.starmap(_overlap, pairs))
+    slices = [tuple(view.slices for view in use.params) for use in uses]
+    roles = {(of_use, _role(use)) for of_use, use in zip(slices, uses, strict=True)}
+    by_param = [list(dict.fromkeys(of_param)) for of_param in zip(*slices, strict=True)]
+    # Slices of weights, of biases, their pairs and their roles correspond one to one.
+    are_alike = len({len(set(each)) for each in (slices, roles, *by_param)}) == 1
+    kinds = {use.tag.name for use in uses} - {embedding_tag.name, scale_and_shift_tag.name}
+    pairs = [pair for of_param in by_param for pair in itertools.combinations(of_param, 2)]
+    return are_alike and len(kinds) <= 1 and not any(itertools.starmap(_overlap, pairs))
 
 
 def _overlap(one: Sequence[Slice], other: Sequence[Slice]) -> bool:
-    """Whether two parts of a parameter have elements in common."""
+    """Return whether two slices of a parameter have elements in common."""
     bounds = {axis: (start, stop) for axis, start, stop in other}
     return not any(
         axis in bounds and (stop <= bounds[axis][0] or bounds[axis][1] <= start)
@@ -235,88 +258,84 @@ def _overlap(one: Sequence[Slice], other: Sequence[Slice]) -> bool:
     )
 
 
-def _role(site: Site) -> tuple[bool | Arrangement, ...]:
-    """What must be the same at all sites of a layer.
+def _role(use: CandidateUse) -> tuple[bool | Arrangement, ...]:
+    """Return what must be the same in all uses of a layer.
 
-    Weights that are used once in one direction and once in the other have the same role: a table
-    that also projects back, an autoencoder that mirrors itself.
+    Weights have the same role in both directions: an embedding that also projects back, an
+    autoencoder with tied weights.
     """
-    weight, layout = site.params[0], site.layouts[0]
-    arranged = [each.arrangement(weight.axes) for each in (layout, layout.swapped())]
-    role = min(arranged, key=lambda a: (a.parts, a.permutation, a.groups))
-    rest = zip(site.params[1:], site.layouts[1:], strict=True)
+    weight, layout = use.params[0], use.layouts[0]
+    both = [each.arrangement(weight.axes) for each in (layout, layout.swapped())]
+    role = min(both, key=lambda a: (a.parts, a.permutation, a.groups))
+    rest = zip(use.params[1:], use.layouts[1:], strict=True)
     biases = (layout.arrangement(view.axes) for view, layout in rest)
-    return site.tag is scale_and_shift_tag, role, *biases
+    return use.tag is scale_and_shift_tag, role, *biases
 
 
-def _separate_biases(uses: Encounters, left: Sequence[int], skipped: Collection[str]) -> None:
-    """Take biases away from sites where they cannot stay."""
+def _separate_biases(consumers: Consumers, left: Sequence[int], skipped: Collection[str]) -> None:
+    """Separate biases from uses where they cannot stay."""
     for param in left:
-        sites = [use.site for use in uses[param] if use.site is not None]
-        joined = [site for site in sites if len(site.params) > 1 and not _is_bias(param, site)]
-        if not joined:
+        uses = [each.use for each in consumers[param] if each.use is not None]
+        biased = [use for use in uses if len(use.params) > 1 and not _is_bias(param, use)]
+        if not biased:
             continue
-        biases = {site.params[1].param for site in joined}
-        together = len(joined) == len(_counting(uses[param])) and len(biases) == 1
+        biases = {use.params[1].param for use in biased}
         (bias, *_) = biases
-        complete = together and bias in left and _sites(uses[bias]) == set(joined)
-        wanted = not any(pattern_of(site) in skipped for site in joined)
-        if not (complete and wanted and _go_together(joined)):
-            for site in joined:
-                _take_apart(uses, site)
+        has_one_bias = len(biased) == len(_counting(consumers[param])) and len(biases) == 1
+        uses_of_bias = {each.use for each in consumers[bias]}
+        is_complete = has_one_bias and bias in left and uses_of_bias == set(biased)
+        is_wanted = not any(pattern_of(use) in skipped for use in biased)
+        if not (is_complete and is_wanted and _form_one_layer(biased)):
+            for use in biased:
+                _separate(consumers, use)
 
 
-def _leave_what_is_taken(uses: Encounters, left: Sequence[int]) -> None:
-    """Take biases apart from weights that are in a layer already, and weights from biases."""
+def _separate_taken(consumers: Consumers, left: Sequence[int]) -> None:
+    """Separate biases from weights if one of them is in a layer already."""
     for param in left:
-        for use in list(uses[param]):
-            if use.site is not None and not {v.param for v in use.site.params} <= set(left):
-                _take_apart(uses, use.site)
+        for each in list(consumers[param]):
+            if each.use is not None and not {v.param for v in each.use.params} <= set(left):
+                _separate(consumers, each.use)
 
 
-def _sites(uses: Sequence[Encounter]) -> set[Site | None]:
-    return {use.site for use in uses}
+def _separate(consumers: Consumers, use: CandidateUse) -> None:
+    """Replace a use by one without the bias, and one of the bias alone."""
+    for param, of_param in consumers.items():
+        for k, each in enumerate(of_param):
+            if each.use is use:
+                separate = each.alone if _is_bias(param, use) else use.unbiased
+                of_param[k] = replace(each, use=separate, alone=None)
 
 
-def _take_apart(uses: Encounters, site: Site) -> None:
-    for param, own in uses.items():
-        for number, use in enumerate(own):
-            if use.site is site:
-                alone = use.alone if _is_bias(param, site) else site.unbiased
-                own[number] = replace(use, site=alone, alone=None)
-
-
-def pattern_of(site: Site) -> str:
-    """The name of the default pattern that a site would match."""
-    if site.tag is scale_and_shift_tag:
-        broadcast = 1 if site.positions else 0
-        normalised = len(site.factors) > 1
-        if site.has_scale and site.has_shift:
-            kind = "normalization_haiku" if normalised else "scale_and_shift"
+def pattern_of(use: CandidateUse) -> str:
+    """Return the name of the default pattern that a use would match."""
+    if use.tag is scale_and_shift_tag:
+        broadcast = 1 if use.positions else 0
+        is_normalised = len(use.factors) > 1
+        if use.has_scale and use.has_shift:
+            kind = "normalization_haiku" if is_normalised else "scale_and_shift"
         else:
-            kind = "scale_only" if site.has_scale else "shift_only"
+            kind = "scale_only" if use.has_scale else "shift_only"
         return f"{kind}_broadcast_{broadcast}"
-    kind = {"dense_tag": "dense", "conv2d_tag": "conv2d", "conv_tag": "conv"}.get(site.tag.name)
+    kind = {"dense_tag": "dense", "conv2d_tag": "conv2d", "conv_tag": "conv"}.get(use.tag.name)
     if kind is None:
-        return site.tag.name.removesuffix("_tag")
-    return f"{kind}_{'with' if len(site.params) > 1 else 'no'}_bias"
+        return use.tag.name.removesuffix("_tag")
+    return f"{kind}_{'with' if len(use.params) > 1 else 'no'}_bias"
 
 
-def _tagged_layers(found: Interpreter, uses: Encounters) -> list[FoundLayer]:
-    """The layers that the user tagged. Uses that a tag covers are taken away."""
+def _tagged_layers(found: Interpreter, consumers: Consumers) -> list[FoundLayer]:
+    """Return the layers of the tags in the program; remove the consumers that these cover."""
     layers: dict[tuple[str, tuple[int, ...]], FoundLayer] = {}
     for node, views in found.explicit:
-        own: LayerUse | None = node.params.get("use")
-        name = node.name if own is None else own.layer
-        tagged = Tagged(node, checked_params(name, views))
-        params = tuple(view.param for view in tagged.params)
-        key = name, params
-        before = layers.get(key, FoundLayer(name, params))
+        use: LayerUse | None = node.params.get("use")
+        name = node.name if use is None else use.layer
+        tag = ExistingTag(node, checked_params(name, views))
+        params = tuple(view.param for view in tag.params)
+        before = layers.get((name, params), FoundLayer(name, params))
         bypassed = before.uncovered + found.read_elsewhere(found.covered[node], node)
-        layers[key] = replace(before, sites=(*before.sites, tagged), uncovered=bypassed)
-        for param in params:
-            uses[param] = [use for use in uses[param] if use.node not in found.covered[node]]
-    return _with_uncovered(layers.values(), uses)
+        layers[name, params] = replace(before, sources=(*before.sources, tag), uncovered=bypassed)
+        _remove_covered(consumers, params, found.covered[node])
+    return _with_uncovered(layers.values(), consumers)
 
 
 def checked_params(name: str, views: Sequence[ParamView | None]) -> tuple[ParamView, ...]:
@@ -327,33 +346,33 @@ def checked_params(name: str, views: Sequence[ParamView | None]) -> tuple[ParamV
         raise ValueError(
             f"curvax: {name} was called with something else than parameters of the function as "
             f"its parameters ({', '.join(missing) or 'with none'}). Tag the parameters themselves, "
-            f"at most cast or re-arranged."
+            f"at most cast or rearranged."
         )
     _check_once(name, [view.param for view in params])
     return params
 
 
 def _check_once(name: str, params: Sequence[int]) -> None:
-    """Check that a tag has each parameter once; its block would count that one's elements twice."""
+    """Check that a tag has each parameter once; its block would count elements twice."""
     for param in dict.fromkeys(params):
-        places = [str(k) for k, other in enumerate(params) if other == param]
-        if len(places) > 1:
+        positions = [str(k) for k, other in enumerate(params) if other == param]
+        if len(positions) > 1:
             raise ValueError(
                 f"curvax: {name} was called with one parameter of the function more than once: its "
-                f"parameters {' and '.join(places)} are the same array or cut from it. A layer has "
-                f"each parameter once. Leave the tag out (a weight and a bias that are cut from "
-                f"one array are found), make them arrays of their own, or, in a tag of your own, "
+                f"parameters {' and '.join(positions)} are the same array or slices of it. A layer "
+                f"has each parameter once. Leave the tag out (a weight and a bias that are sliced "
+                f"from one array are found), make them separate arrays, or, in a tag of your own, "
                 f"give the parameter once."
             )
 
 
 def _matched_layers(
     found: Interpreter,
-    uses: Encounters,
+    consumers: Consumers,
     matched: Sequence[Match],
     before: Sequence[FoundLayer],
 ) -> list[FoundLayer]:
-    """The layers that patterns of the user's found. Uses that a match covers are taken away."""
+    """Return the layers that user-supplied patterns found; remove the consumers they cover."""
     layers: dict[tuple[str, tuple[int, ...]], FoundLayer] = {}
     taken = {param for layer in before for param in layer.params}
     covered: set[Node] = set()
@@ -369,16 +388,21 @@ def _matched_layers(
         covered.update(match.nodes)
         taken.update(params)
         layer = layers.get(key, FoundLayer(match.pattern.tag_primitive.name, params))
-        # What the whole puts out is tagged, and read from the tag.
+        # The output of the match is tagged, and read from the tag.
         bypassed = layer.uncovered + found.read_elsewhere(match.nodes)
         bypassed -= found.readers[match.nodes[0].outputs[0]] > 0
         match = replace(match, views=tuple(view for view in views if view is not None))
-        layers[key] = replace(layer, sites=(*layer.sites, match), uncovered=bypassed)
-        for param in params:
-            uses[param] = [use for use in uses[param] if use.node not in match.nodes]
-    return _with_uncovered(layers.values(), uses)
+        layers[key] = replace(layer, sources=(*layer.sources, match), uncovered=bypassed)
+        _remove_covered(consumers, params, match.nodes)
+    return _with_uncovered(layers.values(), consumers)
 
 
-def _with_uncovered(layers: Iterable[FoundLayer], uses: Encounters) -> list[FoundLayer]:
-    counted = lambda layer: sum(len(uses[param]) for param in layer.params)
-    return [replace(layer, uncovered=layer.uncovered + counted(layer)) for layer in layers]
+def _remove_covered(consumers: Consumers, params: Sequence[int], nodes: Collection[Node]) -> None:
+    for param in params:
+        consumers[param] = [each for each in consumers[param] if each.node not in nodes]
+
+
+def _with_uncovered(layers: Iterable[FoundLayer], consumers: Consumers) -> list[FoundLayer]:
+    """Count the remaining consumers of the parameters as uncovered."""
+    remaining = lambda layer: sum(len(consumers[param]) for param in layer.params)
+    return [replace(layer, uncovered=layer.uncovered + remaining(layer)) for layer in layers]

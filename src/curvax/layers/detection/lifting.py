@@ -1,11 +1,11 @@
-"""Giving an axis of examples to values that are the same for all of them.
+"""`Lifting`: an axis of examples for values that are the same for all of them.
 
 In a derivative of a network, a tangent such as `W @ e` does not depend on the example: it has no
-axis for these, and is repeated where it meets something that has. Its cotangent does depend on the
-example, and would be summed over all of them before it gets to `W`. So the use of `W` is run with
-the tangent repeated for each example, and so is all that is computed from it up to where it meets
-examples element by element: the values are *lifted*, with examples along a leading axis. What is
-computed stays the same; the cotangents of the use are now those of single examples.
+axis of examples, and is broadcast where it meets a value that has one. Its cotangent does depend on
+the example, and would be summed over all examples before it gets to `W`. So the use of `W` is run
+with the tangent repeated for each example, and so is all that is computed from it, up to where it
+meets examples elementwise: these values are *lifted*, with examples along a leading axis. The
+program computes the same, but the cotangents of the use are now those of single examples.
 """
 
 from collections.abc import Mapping, Sequence, Set as AbstractSet
@@ -18,7 +18,7 @@ import numpy as np
 
 from curvax import _jax
 from curvax._types import Array
-from curvax.layers.detection.examples import ELEMENTWISE, Examples, Rows
+from curvax.layers.detection.examples import ELEMENTWISE, ExampleAxes, Examples
 from curvax.layers.detection.program import Node, Operand, Program, Variable
 
 
@@ -27,10 +27,10 @@ class Lifting:
     """Which values of a program are lifted.
 
     Attributes:
-        totals: for each lifted variable, the number of examples.
-        shapes: for each lifted variable, its shape without the axis of examples. It is of size one
-            along axes along which the variable is only repeated.
-        merges: the nodes at which lifted values meet examples, with the axis of these.
+        totals: For each lifted variable, the number of examples.
+        shapes: For each lifted variable, its shape without the axis of examples, with size one
+            along axes along which the variable was broadcast.
+        merges: The nodes at which lifted values meet examples, with the axis of these.
     """
 
     totals: dict[Operand, int] = field(default_factory=dict)
@@ -40,7 +40,11 @@ class Lifting:
     def add(
         self, output: Variable, program: Program, examples: Examples, reached: AbstractSet[Operand]
     ) -> str:
-        """Lift the output of a use, and what is computed from it; or return why that cannot be."""
+        """Lift the output of a use, and what is computed from it.
+
+        Returns:
+            Why that cannot be; "" if it is done.
+        """
         readers, returned = _readers(program)
         new = Lifting(shapes={output: output.shape})
         totals: set[int] = set()
@@ -49,16 +53,16 @@ class Lifting:
             variable = pending.pop()
             if variable in returned:
                 return (
-                    "it is returned by a loop, a checkpoint or a function with its own derivatives"
+                    "it is returned by a loop, a checkpoint or a function with custom derivatives"
                 )
             for node in readers.get(variable, ()):
                 if reached.isdisjoint(node.outputs):
                     continue
-                rows = [examples.rows.get(out) for out in node.outputs]
-                if rows == [None] and node.body is None:
+                outputs = [examples.axes.get(out) for out in node.outputs]
+                if outputs == [None] and node.body is None:
                     pending += new._lift(node)
-                elif rows[0] is not None and new._meets_examples(node, variable, rows[0]):
-                    totals.add(rows[0].total)
+                elif outputs[0] is not None and new._meets_examples(node, variable, outputs[0]):
+                    totals.add(outputs[0].total)
                 else:
                     return f"it goes into `{node.name}`, which is not known to keep examples apart"
         if len(totals) != 1:
@@ -70,37 +74,37 @@ class Lifting:
         return ""
 
     def _lift(self, node: Node) -> list[Operand]:
-        """Lift the output of a node. Returns it, if that is new."""
+        """Lift the output of a node. Return it, if that is new."""
         (output,) = node.outputs
         shape = _lifted_shape(node, self.shapes)
         if output not in self.shapes:
             self.shapes[output] = shape
             return [output]
-        if self.shapes[output] != shape:  # It is not only repeated, seen from another operand.
+        if self.shapes[output] != shape:  # Another operand is not broadcast.
             self.shapes[output] = output.shape
         return []
 
-    def _meets_examples(self, node: Node, variable: Operand, rows: Rows) -> bool:
-        """Note a node at which a lifted value meets examples; returns whether it is such."""
-        axis = rows.axes[0] if rows.axes else 0
+    def _meets_examples(self, node: Node, variable: Operand, output: ExampleAxes) -> bool:
+        """Note a node at which a lifted value meets examples. Return whether it is one."""
+        axis = output.axes[0] if output.axes else 0
         shape = self.shapes[variable]
         if node.name == "broadcast_in_dim":
             shape = _lifted_shape(node, self.shapes)
         elif node.name not in ELEMENTWISE:
             return False
-        is_all = rows.is_whole(axis) and rows.count == rows.total
-        if node.body is not None or not is_all or (shape and shape[axis] != 1):
+        has_all = output.has_all_examples(axis) and output.count == output.total
+        if node.body is not None or not has_all or (shape and shape[axis] != 1):
             return False
         self.merges[node] = axis
         return True
 
     def reads(self, node: Node) -> bool:
-        """Whether a node reads lifted values."""
+        """Return whether a node reads lifted values."""
         return any(x in self.totals for x in node.inputs) and node.body is None
 
 
 def _readers(program: Program) -> tuple[dict[Operand, list[Node]], set[Operand]]:
-    """The nodes that read each operand, and the operands that bodies return."""
+    """Return the nodes that read each operand, and the operands that bodies return."""
     readers: dict[Operand, list[Node]] = {}
     returned: set[Operand] = set(program.outputs)
     for node in program.all_nodes():
@@ -111,7 +115,7 @@ def _readers(program: Program) -> tuple[dict[Operand, list[Node]], set[Operand]]
 
 
 def _lifted_shape(node: Node, shapes: Mapping[Operand, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of an output, of size one along axes along which a lifted operand is repeated."""
+    """Return the shape of a lifted output, with size one along axes of broadcasting."""
     (output,) = node.outputs
     if node.name in ELEMENTWISE and all(x in shapes or not x.shape for x in node.inputs):
         return tuple(np.broadcast_shapes(*(shapes[x] for x in node.inputs if x in shapes)))
@@ -125,11 +129,15 @@ def _lifted_shape(node: Node, shapes: Mapping[Operand, tuple[int, ...]]) -> tupl
 def run_lifted(
     lifting: Lifting, node: Node, inputs: Sequence[Any], lifted: dict[Operand, Array]
 ) -> list[Any]:
-    """Run a node that may read lifted values. Returns its outputs, and adds those that are lifted.
+    """Run a node that may read lifted values; return its outputs.
 
-    `inputs` are the values that are not lifted, `lifted` those that are, of this and other nodes.
+    Arguments:
+        lifting: Which values are lifted.
+        node: The node.
+        inputs: The values of its operands, not lifted.
+        lifted: The lifted values so far. The output of the node is added if it is lifted.
     """
-    if not any(x in lifted for x in node.inputs):  # Of no use that is tagged.
+    if not any(x in lifted for x in node.inputs):  # The use that is lifted is not tagged.
         return _jax.run_equation(node.equation, inputs)
     if node in lifting.merges:
         axis, shape = lifting.merges[node], node.outputs[0].shape
@@ -152,22 +160,22 @@ def run_lifted(
 def apply_lifted(
     node: Node, inputs: Sequence[Any], lifted: Mapping[Operand, Array], shape: Sequence[int]
 ) -> Array:
-    """The output of a node with a leading axis of examples, in a shape that may be repeated."""
-    own = [lifted.get(x) for x in node.inputs]
-    if node.name == "broadcast_in_dim" and own[0] is not None:
-        return own[0].reshape(own[0].shape[0], *shape)
-    # Element by element, what is repeated stays so.
+    """Return the output of a node with a leading axis of examples, then axes of this shape."""
+    operands = [lifted.get(x) for x in node.inputs]
+    if node.name == "broadcast_in_dim" and operands[0] is not None:
+        return operands[0].reshape(operands[0].shape[0], *shape)
+    # Elementwise operations need not be done for each element of a broadcast axis.
     sizes = [shape if node.name in ELEMENTWISE else operand.shape for operand in node.inputs]
     full = [
         given if x is None else jnp.broadcast_to(x, (x.shape[0], *size))
-        for size, x, given in zip(sizes, own, inputs, strict=True)
+        for size, x, given in zip(sizes, operands, inputs, strict=True)
     ]
-    axes = [None if x is None else 0 for x in own]
+    axes = [None if x is None else 0 for x in operands]
     return jax.vmap(lambda *xs: _jax.run_equation(node.equation, xs)[0], axes)(*full)
 
 
 def _along(x: Array, axis: int, ndim: int) -> Array:
-    """A lifted value with its examples along an axis, along which it was repeated."""
+    """Move the examples of a lifted value to the axis along which it was broadcast."""
     if x.ndim == 1:
         return x.reshape([-1 if k == axis else 1 for k in range(ndim)])
     return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)

@@ -1,15 +1,15 @@
-"""Traced programs in a form that is easy to read and to run again with changes.
+"""`Program`: a traced function in a form that is easy to read, prune and run again with changes.
 
 A `Program` is a list of nodes, in the order in which they are computed. Calls (`jit` and the like)
-are dissolved into it. What has a meaning of its own stays: the body of a `checkpoint`, of a `scan`
-or of a function with its own derivatives is a program inside a node. Each variable is written
-once, in one place, so that it says which value is meant in the whole of a program and its bodies.
+are inlined. The body of a `checkpoint`, of a `scan` or of a function with custom derivatives stays
+a program inside its node, because it means more than its operations. Each variable is defined once,
+in one place, so that it identifies a value in the whole program, bodies included.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that is known: a literal, or an array that the function closes over."""
+    """A known value: a literal, or an array that the function closes over."""
 
     value: Any
 
@@ -46,7 +46,7 @@ Operand = Variable | Constant
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation. `kind` is "plain", or says which meaning its body has."""
+    """One operation. `kind` is "plain", or says what the operation does with its body."""
 
     equation: Any
     kind: _jax.Kind
@@ -74,27 +74,80 @@ class Program:
     outputs: Sequence[Operand]
 
     def all_nodes(self) -> Iterator[Node]:
-        """The nodes, each followed by those of its body."""
+        """Yield the nodes, each followed by those of its body."""
         for node in self.nodes:
             yield node
             if node.body is not None:
                 yield from node.body.all_nodes()
 
+    @cached_property
+    def loops_around(self) -> Mapping[Node, tuple[Node, ...]]:
+        """For each node, bodies included, the scans around it, outermost first."""
+        return dict(_with_loops(self, ()))
+
+    def loop_lengths(self, node: Node) -> tuple[int, ...]:
+        """Return the lengths of the scans around a node, outermost first."""
+        return tuple(loop_length(loop) for loop in self.loops_around[node])
+
+
+def _with_loops(
+    program: Program, loops: tuple[Node, ...]
+) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    for node in program.nodes:
+        yield node, loops
+        if node.body is not None:
+            yield from _with_loops(node.body, (*loops, node) if node.kind == "scan" else loops)
+
+
+def loop_length(loop: Node) -> int:
+    """Return the number of steps of a scan."""
+    return _jax.ScanForm.of(loop.equation).length
+
+
+class DotOperand(NamedTuple):
+    """The axes of one operand of a `dot_general`.
+
+    The axes of its output are the batch axes, the free axes of the first operand and those of the
+    second.
+    """
+
+    contracted: tuple[int, ...]
+    batch: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+def dot_operands(node: Node) -> tuple[DotOperand, DotOperand]:
+    """Return the axes of both operands of a `dot_general`."""
+    contracted, batch = node.params["dimension_numbers"]
+    found = [
+        DotOperand(
+            tuple(map(int, contracted[k])),
+            tuple(map(int, batch[k])),
+            tuple(
+                axis
+                for axis in range(len(operand.shape))
+                if axis not in (*contracted[k], *batch[k])
+            ),
+        )
+        for k, operand in enumerate(node.inputs)
+    ]
+    return found[0], found[1]
+
 
 def trace_program(fun: Fun, *args: PyTree) -> tuple[Program, TreeDef]:
-    """The program of a function, for arguments like these, and the structure of its result."""
+    """Trace a function for arguments like these; return its program and its output structure."""
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return read(closed), jax.tree.structure(shapes)
 
 
 def read(closed: Any) -> Program:
-    """A closed jaxpr as a program."""
+    """Convert a closed jaxpr to a program."""
     return _Reader().program(closed)
 
 
 @dataclass
 class _Reader:
-    """Reads a jaxpr; each time it is called for, it gets new variables."""
+    """Converts a jaxpr. A jaxpr that is called several times gets new variables each time."""
 
     known: dict[Any, Operand] = field(default_factory=dict)
 
@@ -132,17 +185,17 @@ def _variable(v: Any) -> Variable:
     return Variable(tuple(getattr(v.aval, "shape", ())), getattr(v.aval, "dtype", None))
 
 
-# What a program computes for the losses, without the rest.
+# Pruning: what a program computes for the losses, without the rest.
 #
 # A function computes much that its losses do not depend on: its value, a weight decay, metrics.
-# What is done with parameters there says nothing about layers, also where it is in the same
-# `checkpoint` or `scan` as what matters.
+# What is done with parameters there says nothing about layers, even if it shares a `checkpoint` or
+# a `scan` with what matters.
 
 Wanted = Callable[[Node], bool]
 
 
 def needed_for(program: Program, wanted: Wanted) -> Program:
-    """The nodes that are wanted and what they are computed from; there are no outputs."""
+    """Return the wanted nodes and what they are computed from, as a program without outputs."""
     pruned, _ = _pruned(replace(program, outputs=[]), wanted, [])
     return pruned
 
@@ -150,79 +203,92 @@ def needed_for(program: Program, wanted: Wanted) -> Program:
 def _pruned(
     program: Program, wanted: Wanted, outputs: Sequence[bool]
 ) -> tuple[Program, set[Operand]]:
-    """What is left if only some outputs are needed, and the operands that are read there."""
-    pairs = zip(program.outputs, outputs, strict=True)
-    outputs = [is_needed or _must_be(out) for out, is_needed in pairs]
+    """Prune a program of which only some outputs are needed; also return the operands it reads."""
+    outputs = [
+        is_needed or not _has_placeholder(out)
+        for out, is_needed in zip(program.outputs, outputs, strict=True)
+    ]
     needed = {out for out, is_needed in zip(program.outputs, outputs, strict=True) if is_needed}
     kept: list[Node] = []
     for node in reversed(program.nodes):
-        own = [out in needed for out in node.outputs]
+        needed_outputs = [out in needed for out in node.outputs]
         inside = node.body is not None and any(map(wanted, node.body.all_nodes()))
-        if not (any(own) or inside or wanted(node)):
+        if not (any(needed_outputs) or inside or wanted(node)):
             continue
-        left = node if node.body is None else _without(node, node.body, wanted, own)
-        kept.append(left)
-        needed.update(left.inputs)
-    left_out = [
-        out if is_needed else _anything(out)
+        if node.body is not None:
+            node = _with_pruned_body(node, node.body, wanted, needed_outputs)
+        kept.append(node)
+        needed.update(node.inputs)
+    remaining = [
+        out if is_needed else _placeholder(out)
         for out, is_needed in zip(program.outputs, outputs, strict=True)
     ]
-    return Program(program.inputs, kept[::-1], left_out), needed
+    return Program(program.inputs, kept[::-1], remaining), needed
 
 
-def _without(node: Node, body: Program, wanted: Wanted, outputs: list[bool]) -> Node:
-    """A node with a body, if only some of its outputs are needed."""
-    carried = range(0)
-    if node.kind == "scan":
-        form = _jax.ScanForm.of(node.equation)
-        carried = range(form.num_consts, form.num_consts + form.num_carry)
+def _with_pruned_body(node: Node, body: Program, wanted: Wanted, outputs: list[bool]) -> Node:
+    """Prune the body of a node of which only some outputs are needed."""
+    carried = _carried(node)
     while True:
         pruned, needed = _pruned(body, wanted, outputs)
         read = [variable in needed for variable in body.inputs]
         # What a loop carries from step to step is needed if any step reads it.
-        missing = [k for k, place in enumerate(carried) if read[place] and not outputs[k]]
+        missing = [k for k, number in enumerate(carried) if read[number] and not outputs[k]]
         if not missing:
             break
         outputs = [is_needed or k in missing for k, is_needed in enumerate(outputs)]
-    for k, place in enumerate(carried):
-        read[place] = read[place] or outputs[k]
+    for k, number in enumerate(carried):
+        read[number] = read[number] or outputs[k]
     inputs = [
-        operand if is_read or _must_be(operand) else _anything(operand)
+        operand if is_read or not _has_placeholder(operand) else _placeholder(operand)
         for operand, is_read in zip(node.inputs, read, strict=True)
     ]
     return replace(node, inputs=inputs, body=pruned)
 
 
-def _anything(operand: Operand) -> Operand:
-    """A stand-in for what is not needed, where something has to be."""
+def _carried(node: Node) -> range:
+    """Return which inputs of a node are the carry of a scan; output k is the new carry k."""
+    if node.kind != "scan":
+        return range(0)
+    form = _jax.ScanForm.of(node.equation)
+    return range(form.num_consts, form.num_consts + form.num_carry)
+
+
+def _placeholder(operand: Operand) -> Operand:
+    """Return zeros for an operand that is not needed but whose position has to be filled."""
     if isinstance(operand, Constant):
         return operand
     return Constant(np.broadcast_to(np.zeros((), operand.dtype), operand.shape))
 
 
-def _must_be(operand: Operand) -> bool:
-    """Whether there is no stand-in for it."""
-    return isinstance(operand, Variable) and (operand.dtype is None or _jax.is_key(operand))
+def _has_placeholder(operand: Operand) -> bool:
+    """Return whether zeros can stand for an operand; there are none of tokens and PRNG keys."""
+    return isinstance(operand, Constant) or (operand.dtype is not None and not _jax.is_key(operand))
 
 
-# Which values the losses have a derivative in.
+# Derivatives: the values in which the losses have one.
 #
-# A value behind `stop_gradient`, one that is rounded, or one that only decides which row is
-# looked up has an effect on a loss and no derivative there: JAX differentiates these operations
-# as zero. What is done with parameters up to there has no curvature, and a loss that depends on
-# parameters only in that way has none at all.
+# A value behind `stop_gradient`, one that is rounded, or one that only selects a row affects a loss
+# without having a derivative: JAX differentiates these operations as zero. What is done with
+# parameters up to there has no curvature, and a loss that depends on parameters in no other way
+# has none at all.
 
 _ZERO_DERIVATIVE = {"bitcast_convert_type", "ceil", "floor", "round", "sign", "stop_gradient"}
-"""Operations whose derivative is zero though they return real numbers."""
+"""Operations whose derivative is zero although they return real numbers."""
 
 
 def reached_from(
     losses: Collection[Node], program: Program, through_custom: bool = False
 ) -> set[Operand]:
-    """Return the values that the predictions of some losses may have a derivative in.
+    """Return the values in which the predictions of some losses may have a derivative.
 
-    What is not among them has a derivative of zero by construction. `through_custom`: functions
-    with derivatives of their own are differentiated through.
+    In all other values the derivative is zero by construction.
+
+    Arguments:
+        losses: The loss tags to start from.
+        program: The program that they are in.
+        through_custom: Whether to differentiate through the bodies of functions with custom
+            derivatives.
     """
     reached: set[Operand] = set()
     _walk_back(program, [False] * len(program.outputs), losses, through_custom, reached)
@@ -236,22 +302,23 @@ def _walk_back(
     through_custom: bool,
     reached: set[Operand],
 ) -> None:
-    """Add what is reached in a program of which some outputs are."""
+    """Add to `reached` the values of a program of which some outputs are reached."""
     _add(reached, program.outputs, outputs)
     for node in reversed(program.nodes):
-        own = [out in reached for out in node.outputs]
+        is_reached = [out in reached for out in node.outputs]
         if isinstance(node.equation.primitive, Tag):
-            # It returns its first operands: of a loss, those that depend on parameters.
+            # A tag returns its first operands; those of a loss tag depend on parameters.
             is_wanted = isinstance(node.equation.primitive, LossTag) and node in losses
-            _add(reached, node.inputs[: len(own)], [is_wanted or each for each in own])
+            is_reached = [is_wanted or each for each in is_reached]
+            _add(reached, node.inputs[: len(is_reached)], is_reached)
         elif node.body is None or (node.kind == "custom" and not through_custom):
-            is_on_path = any(own) and node.name not in _ZERO_DERIVATIVE
+            is_on_path = any(is_reached) and node.name not in _ZERO_DERIVATIVE
             _add(reached, node.inputs, [is_on_path] * len(node.inputs))
             for inner in node.body.all_nodes() if node.body is not None else ():
-                # It has derivatives of its own, wherever in its body.
+                # A custom rule may use any value of the body.
                 _add(reached, inner.outputs, [is_on_path] * len(inner.outputs))
         else:
-            _walk_back_body(node, node.body, own, losses, through_custom, reached)
+            _walk_back_body(node, node.body, is_reached, losses, through_custom, reached)
 
 
 def _walk_back_body(
@@ -262,13 +329,10 @@ def _walk_back_body(
     through_custom: bool,
     reached: set[Operand],
 ) -> None:
-    carried = range(0)
-    if node.kind == "scan":
-        form = _jax.ScanForm.of(node.equation)
-        carried = range(form.num_consts, form.num_consts + form.num_carry)
+    carried = _carried(node)
     while True:
         _walk_back(body, outputs, losses, through_custom, reached)
-        # What one step of a loop takes from its carry, the step before returns.
+        # What one step of a loop reads from its carry, the step before returns.
         again = [
             is_reached or (k < len(carried) and body.inputs[carried[k]] in reached)
             for k, is_reached in enumerate(outputs)
@@ -289,14 +353,14 @@ def _is_inexact(variable: Variable) -> bool:
     return variable.dtype is not None and jnp.issubdtype(variable.dtype, jnp.inexact)
 
 
-# Running a program again, with something done at some of its nodes.
+# Running a program again, with hooks at some of its nodes.
 #
-# `Hooks` say what to do in the place of which nodes. Bodies that have none of these nodes are run
-# as they are. A body that has some is entered, and stays what it is: checkpointed, repeated.
+# `Hooks` replace some nodes. Bodies without such nodes are run as they are. A body with some is
+# entered, and stays checkpointed or repeated.
 #
-# Hooks can be given arrays by keys, and can collect others. Inside a loop, what is collected has a
-# further leading axis, and so has what is given, of which each step gets its own part; unless the
-# hooks say that it is for all steps.
+# Hooks can be given arrays by key, and can collect arrays by key. Inside a loop, what is collected
+# gains a leading axis of steps. What is given has one too, and each step gets its slice, unless the
+# hooks say that all steps share it.
 
 Given = Mapping[Any, PyTree]
 """Pytrees of arrays for hooks, by key."""
@@ -307,25 +371,25 @@ Collected = dict[Any, PyTree]
 
 @runtime_checkable
 class Hooks(Protocol):
-    """What to do at some nodes of a program."""
+    """What to run in place of some nodes of a program."""
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        """The keys of what is given for a node; None if there is nothing to do at it."""
+        """Return the keys of what is given for a node; None to run the node as it is."""
         ...
 
-    def is_split(self, key: Any, loop: Node) -> bool:
-        """Whether what is given under a key has a part for each step of a loop."""
+    def is_per_step(self, key: Any, loop: Node) -> bool:
+        """Return whether what is given under a key has a leading axis of the steps of a loop."""
         ...
 
     def visit(
         self, node: Node, inputs: Sequence[Any], values: "Values", given: Given
     ) -> tuple[list[Any], Collected]:
-        """The outputs of a node, and what is collected there."""
+        """Return the outputs of a node, and what to collect there."""
         ...
 
 
 class Values:
-    """The values of operands where a program has been run so far."""
+    """The values of the operands of a program that have been computed so far."""
 
     def __init__(self, program: Program, inputs: Sequence[Any]) -> None:
         self._known: dict[Variable, Any] = dict(zip(program.inputs, inputs, strict=True))
@@ -342,7 +406,7 @@ class Values:
 def run(
     program: Program, inputs: Sequence[Any], hooks: Hooks, given: Given | None = None
 ) -> tuple[list[Any], Collected]:
-    """The outputs of a program, and what the hooks collected."""
+    """Run a program with hooks; return its outputs, and what the hooks collected."""
     given = {} if given is None else given
     values = Values(program, inputs)
     collected: Collected = {}
@@ -361,7 +425,7 @@ def run(
 
 
 def _keys_inside(program: Program, hooks: Hooks) -> set[Any] | None:
-    """All keys of the nodes in a program; None if there is nothing to do in it."""
+    """Return all keys of the nodes in a program; None if no node has a hook."""
     found = [keys for node in program.all_nodes() if (keys := hooks.keys_at(node)) is not None]
     return set().union(*found) if found else None
 
@@ -392,12 +456,12 @@ def _run_scan(
     start = form.num_consts + form.num_carry
     consts, carry, xs = inputs[: form.num_consts], inputs[form.num_consts : start], inputs[start:]
     inside = _keys_inside(body, hooks) or set()
-    names = [key for key in given if key in inside and hooks.is_split(key, node)]
-    keys: list[Any] = []  # Keys need not be what JAX takes for keys of a dictionary.
+    names = [key for key in given if key in inside and hooks.is_per_step(key, node)]
+    keys: list[Any] = []  # Outside the pytrees: JAX would have to sort them.
 
-    def step(carry: list[Any], part: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
-        xs, own = part
-        given_here = {**given, **dict(zip(names, own, strict=True))}
+    def step(carry: list[Any], x: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
+        xs, slices = x
+        given_here = {**given, **dict(zip(names, slices, strict=True))}
         outputs, found = run(body, [*consts, *carry, *xs], hooks, given_here)
         keys[:] = found
         return outputs[: form.num_carry], (outputs[form.num_carry :], list(found.values()))
@@ -411,31 +475,3 @@ def _run_scan(
         unroll=form.unroll,
     )
     return [*final, *ys], dict(zip(keys, found, strict=True))
-
-
-def loops_around(program: Program, wanted: Node) -> tuple[Node, ...] | None:
-    """The loops around a node, outermost first; None if it is not in the program."""
-    for node in program.nodes:
-        if node is wanted:
-            return ()
-        inner = None if node.body is None else loops_around(node.body, wanted)
-        if inner is not None:
-            return (node, *inner) if node.kind == "scan" else inner
-    return None
-
-
-def stack_shape(program: Program, node: Node) -> tuple[int, ...]:
-    """The lengths of the loops around a node of a program, outermost first."""
-    loops = loops_around(program, node) or ()
-    return tuple(_jax.ScanForm.of(loop.equation).length for loop in loops)
-
-
-def loop_lengths(program: Program) -> dict[Node, tuple[int, ...]]:
-    """The lengths of the loops around each node of a program, outermost first."""
-    found: dict[Node, tuple[int, ...]] = {}
-    for node in program.nodes:
-        found[node] = ()
-        if node.body is not None:
-            own = (_jax.ScanForm.of(node.equation).length,) if node.kind == "scan" else ()
-            found |= {inner: own + rest for inner, rest in loop_lengths(node.body).items()}
-    return found

@@ -1,4 +1,4 @@
-"""`layer_tags_vjp`: what goes into each layer, and what comes back to it from the losses."""
+"""`layer_tags_vjp`: the inputs and outputs of each layer, and the cotangents of its outputs."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from curvax import _jax
 from curvax._types import Array, Fun, PyTree
-from curvax.layers.detection.program import Collected, Given, Node, stack_shape
+from curvax.layers.detection.program import Collected, Given, Node
 from curvax.layers.tracing.loss_map import (
     AtLosses,
+    LossArrays,
     Losses,
     LossMap,
     LossTangents,
@@ -20,6 +21,10 @@ from curvax.layers.tracing.loss_map import (
 )
 
 LayerData = dict[str, Any]
+"""Arrays of a layer, under the keys that `layer_tags_vjp` describes."""
+
+LayerVjp = Callable[[LossTangents], list[LayerData]]
+"""From cotangents of what each loss depends on to the arrays of each layer."""
 
 
 def layer_tags_vjp(
@@ -28,39 +33,45 @@ def layer_tags_vjp(
     auto_register_tags: bool = True,
     raise_error_on_diff_jaxpr: bool = True,
     **auto_registration_kwargs: Any,
-) -> Callable[[Sequence[PyTree]], tuple[Losses, Callable[[LossTangents], list[LayerData]]]]:
-    """A function for the values and the cotangents at all layers of `func`.
+) -> Callable[[Sequence[PyTree]], tuple[Losses, LayerVjp]]:
+    """Return a function for the values and cotangents at all layers of `func`.
+
+    Equal to `jax.vjp` of the losses of `func` by its parameters and by zeros added to the outputs
+    of its layers.
 
     Arguments:
-        func: a function that registers at least one loss.
-        params_index: which of its arguments are the parameters.
-        auto_register_tags: whether to look for layers; otherwise there are only those that the
+        func: Function that registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
+        auto_register_tags: Whether to look for layers; otherwise there are only those that the
             function tags itself.
-        raise_error_on_diff_jaxpr: whether it is an error if the function does other things for
-            arguments of other shapes.
-        auto_registration_kwargs: as in `curvax.auto_register_tags`.
+        raise_error_on_diff_jaxpr: Whether it is an error if the function computes something else
+            for arguments of other shapes.
+        auto_registration_kwargs: Keyword arguments of `curvax.auto_register_tags`, such as
+            `strict`, `patterns_to_skip` or `allow_unused_params`.
 
     Returns:
         A function of the arguments of `func`, as one sequence. It returns `(losses, vjp)`, where
-        `vjp` is a function of cotangents as that of `loss_tags_vjp`. It returns a list with a
-        dictionary for each layer, sorted by the numbers of their parameters:
+        `losses` is a tuple of `LossFunction`s. `vjp` takes cotangents: for each loss, a sequence
+        with one array for each of its `parameter_dependants`. It returns a list with a dictionary
+        for each layer, sorted by the indices of their parameters:
 
         - `inputs`, `outputs`, `params`: tuples of arrays;
         - `outputs_tangents`, `params_tangents`: the cotangents of these;
         - `sites`: a tuple of dictionaries with `inputs`, `outputs` and `outputs_tangents`, one for
-          each place at which the layer is applied.
+          each use of the layer.
 
-        Inside loops, arrays have one more axis in front. With several sites, the inputs and
-        outputs of the layer are those of all sites along the first axis; they are missing where
-        these do not fit together, as for a table that is also a matrix.
+        Inside loops, arrays have a further leading axis. With several uses, the inputs and outputs
+        of the layer are those of all uses, concatenated along the first axis; they are missing
+        where shapes differ, as for an embedding that is also used as a matrix.
 
         Inside `jax.shard_map` they are those of each device. With `check_vma`, the cotangents of
-        what is the same on all devices are sums over these, as those of `jax.vjp` are.
+        replicated values are sums over devices, as those of `jax.vjp` are.
 
     Raises:
-        RegistrationError: as `auto_register_tags`.
-        ValueError: if the function does other things for other arguments, or if a layer is the same
-            on all devices, and its losses are not.
+        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+            parameter; if no loss depends on some parameter, or one is in several layers.
+        ValueError: If the function computes something else for other arguments, or if the outputs
+            of a layer are replicated while its losses differ from device to device.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -75,9 +86,7 @@ def layer_tags_vjp(
     options = {"auto_register_tags": auto_register_tags, **auto_registration_kwargs}
     traced = TracedFunction.of(func, params_index, raise_error_on_diff_jaxpr, **options)
 
-    def vjp_at(
-        func_args: Sequence[PyTree],
-    ) -> tuple[Losses, Callable[[LossTangents], list[LayerData]]]:
+    def vjp_at(func_args: Sequence[PyTree]) -> tuple[Losses, LayerVjp]:
         at = traced.at(func_args)
         operands, vjp = layer_data_at(at)
         return at.losses(*operands), vjp
@@ -85,10 +94,11 @@ def layer_tags_vjp(
     return vjp_at
 
 
-def layer_data_at(at: LossMap) -> tuple[tuple[Any, Any], Callable[[LossTangents], list[LayerData]]]:
-    """As what `layer_tags_vjp` returns does, for a function that is traced already.
+def layer_data_at(at: LossMap) -> tuple[tuple[LossArrays, LossArrays], LayerVjp]:
+    """Return the layers of a traced function.
 
-    In place of losses there is what they are made of: what depends on parameters, and the rest.
+    Equal to the function that `layer_tags_vjp` returns, except that in place of losses there are
+    their operands: those that depend on parameters, and the others.
     """
     check_devices(at)
     nodes = [node for layer in at.processed.layers for node in layer.nodes]
@@ -120,61 +130,61 @@ class _Changes(AtLosses):
     """Hooks that add a change to each output of each layer, and collect the operands of layers."""
 
     def keys_at_layer(self, node: Node) -> Collection[Any]:
-        return [(node, number) for number in range(len(node.outputs))]
+        return [(node, k) for k in range(len(node.outputs))]
 
     def visit_layer(
         self, node: Node, operands: list[Array], given: Given
     ) -> tuple[list[Any], Collected]:
         outputs = operands[: len(node.outputs)]
-        changed = [y + given[node, number] for number, y in enumerate(outputs)]
+        changed = [y + given[node, k] for k, y in enumerate(outputs)]
         return changed, {node: operands}
 
 
 def _no_changes(at: LossMap) -> dict[Any, Array]:
-    """Zeros to be added to the outputs of all layers."""
+    """Return zeros to add to the outputs of all layers."""
     changes: dict[Any, Array] = {}
     for layer in at.processed.layers:
         for node in layer.nodes:
-            loops = stack_shape(at.processed.program, node)
-            for number, output in enumerate(node.outputs):
+            loops = at.processed.program.loop_lengths(node)
+            for k, output in enumerate(node.outputs):
                 zeros = jnp.zeros((*loops, *output.shape), output.dtype)
-                kind = node.equation.outvars[number].aval
-                changes[node, number] = _jax.varying_like(zeros, kind)
+                kind = node.equation.outvars[k].aval
+                changes[node, k] = _jax.varying_like(zeros, kind)
     return changes
 
 
 def _layer_data(
     at: LossMap,
-    numbers: Sequence[int],
+    indices: Sequence[int],
     nodes: Sequence[Node],
     values: Collected,
     cotangents: Collected,
     params: Sequence[Array],
 ) -> LayerData:
-    sites = []
+    uses = []
     for node in nodes:
         tag = node.equation.primitive
         cut, end = tag.num_outputs, tag.num_outputs + tag.num_inputs
-        sites.append(
+        uses.append(
             {
                 "inputs": tuple(values[node][cut:end]),
                 "outputs": tuple(values[node][:cut]),
-                "outputs_tangents": tuple(cotangents[node, number] for number in range(cut)),
+                "outputs_tangents": tuple(cotangents[node, k] for k in range(cut)),
             }
         )
-    together = {key: _together([site[key] for site in sites]) for key in sites[0]}
+    of_layer = {key: _concatenated([use[key] for use in uses]) for key in uses[0]}
     return {
-        **{key: arrays for key, arrays in together.items() if arrays is not None},
-        "params": tuple(at.params[number] for number in numbers),
-        "params_tangents": tuple(params[number] for number in numbers),
-        "sites": tuple(sites),
+        **{key: arrays for key, arrays in of_layer.items() if arrays is not None},
+        "params": tuple(at.params[index] for index in indices),
+        "params_tangents": tuple(params[index] for index in indices),
+        "sites": tuple(uses),
     }
 
 
-def _together(arrays: Sequence[tuple[Array, ...]]) -> tuple[Array, ...] | None:
-    """The arrays of all sites, along the first axis; None if they do not fit."""
+def _concatenated(arrays: Sequence[tuple[Array, ...]]) -> tuple[Array, ...] | None:
+    """Concatenate the arrays of all uses along the first axis; None if shapes differ."""
     if len(arrays) == 1:
         return arrays[0]
-    if len({tuple(x.shape[1:] for x in site) for site in arrays}) > 1:
+    if len({tuple(x.shape[1:] for x in of_use) for of_use in arrays}) > 1:
         return None
     return tuple(jnp.concatenate(each) for each in zip(*arrays, strict=True))

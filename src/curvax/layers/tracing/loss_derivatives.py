@@ -1,7 +1,8 @@
-"""`LossDerivatives`: the losses of a function, and derivatives of what they depend on.
+"""`LossDerivatives`: products with the Jacobian and the Hessian of a function's losses.
 
-Between the parameters and the losses there is one map, with a Jacobian J. Everything that is asked
-of it is here: `J v`, `Jᵀ v`, both by one linearisation, and products with the Hessian.
+J is the Jacobian of the map from the parameters to what the losses depend on. Here are `J v`,
+`Jᵀ v`, both by one linearisation, and products with the Hessian, by forward over reverse mode
+(Pearlmutter 1994, Fast Exact Multiplication by the Hessian).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ from curvax.layers.tracing.loss_map import (
 )
 
 PushForward = Callable[[PyTree], tuple[tuple[Array, ...], ...]]
-"""From tangents of the parameters to those of what each loss depends on."""
+"""From tangents of the parameters to tangents of what each loss depends on."""
 PullBack = Callable[[LossTangents], PyTree]
-"""From cotangents of what each loss depends on to those of the parameters."""
+"""From cotangents of what each loss depends on to cotangents of the parameters."""
 
 T = TypeVar("T")
 
@@ -32,17 +33,16 @@ T = TypeVar("T")
 class LossDerivatives:
     """The losses of a function, with derivatives by its parameters.
 
-    The function is traced once for each shape of its arguments, whatever is asked. All methods take
-    its arguments as one sequence.
+    The function is traced once for each combination of shapes of its arguments, for all methods.
+    These take its arguments as one sequence.
 
     Arguments:
-        func: a function that registers at least one loss.
-        params_index: which of its arguments are the parameters.
-        where: what errors call the user's function of curvax.
+        func: Function that registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
     """
 
     def __init__(self, func: Fun, params_index: int) -> None:
-        # Layers do not matter here: all parameters are generic.
+        # Layers do not matter: all parameters are generic.
         self._traced = TracedFunction.of(
             func,
             params_index,
@@ -53,7 +53,7 @@ class LossDerivatives:
         )
 
     def inspect(self, func_args: Sequence[PyTree], look: Callable[[Losses], T]) -> T:
-        """What `look` says of the losses, whose arrays have shapes but no values yet."""
+        """Return `look(losses)`, where the arrays of the losses have shapes but no values."""
         at = self._traced.at(func_args)
         seen: list[T] = []
 
@@ -65,14 +65,14 @@ class LossDerivatives:
         return seen[0]
 
     def total(self, func_args: Sequence[PyTree]) -> tuple[Array, Losses]:
-        """The sum of all losses over all examples, and the losses."""
+        """Return the sum of all losses over all examples, and the losses."""
         at = self._traced.at(func_args)
         dependants, (others, _) = at(at.params)
         losses = at.losses(dependants, others)
         return self._sum(losses, "the value"), losses
 
     def vjp(self, func_args: Sequence[PyTree]) -> tuple[Losses, PullBack]:
-        """The losses, and the product of `Jᵀ` and a vector."""
+        """Return the losses, and the product of `Jᵀ` and a vector as a function."""
         at = self._traced.at(func_args)
         dependants, transposed, (others, _) = jax.vjp(at, at.params, has_aux=True)
 
@@ -85,20 +85,19 @@ class LossDerivatives:
     def jvp(
         self, func_args: Sequence[PyTree], params_tangents: PyTree
     ) -> tuple[Losses, tuple[tuple[Array, ...], ...]]:
-        """The losses, and the product of J and a vector."""
+        """Return the losses, and the product of J and a vector."""
         at = self._traced.at(func_args)
         tangents = _like_params(at, params_tangents)
-        dependants, moved, (others, _) = jax.jvp(at, (at.params,), (tangents,), has_aux=True)
-        return at.losses(dependants, others), tuple(map(tuple, moved))
+        dependants, products, (others, _) = jax.jvp(at, (at.params,), (tangents,), has_aux=True)
+        return at.losses(dependants, others), tuple(map(tuple, products))
 
     def linearize(self, func_args: Sequence[PyTree]) -> tuple[Losses, PushForward, PullBack]:
-        """The losses, and products with J and with `Jᵀ`, by one linearisation."""
+        """Return the losses, and products with J and with `Jᵀ`, by one linearisation."""
         at = self._traced.at(func_args)
         dependants, linear, (others, _) = jax.linearize(at, at.params, has_aux=True)
 
         def push_forward(params_tangents: PyTree) -> tuple[tuple[Array, ...], ...]:
-            moved = linear(_like_params(at, params_tangents))
-            return tuple(map(tuple, moved))
+            return tuple(map(tuple, linear(_like_params(at, params_tangents))))
 
         def pull_back(tangents: LossTangents) -> PyTree:
             transposed = jax.linear_transpose(linear, at.params)
@@ -108,7 +107,7 @@ class LossDerivatives:
         return at.losses(dependants, others), push_forward, pull_back
 
     def hvp(self, func_args: Sequence[PyTree], params_tangents: PyTree) -> tuple[PyTree, Losses]:
-        """The product of a vector and the Hessian of the sum of all losses, and the losses."""
+        """Return the product of the Hessian of the sum of all losses and a vector; the losses."""
         at = self._traced.at(func_args)
         tangents = _like_params(at, params_tangents)
 
@@ -117,18 +116,18 @@ class LossDerivatives:
             losses = at.losses(dependants, others)
             return self._sum(losses, "the Hessian"), (dependants, others)
 
-        def slope(params: Sequence[Array]) -> tuple[Array, Any]:
-            _, moved, found = jax.jvp(total, (params,), (tangents,), has_aux=True)
-            return moved, found
+        def directional(params: Sequence[Array]) -> tuple[Array, Any]:
+            _, derivative, operands = jax.jvp(total, (params,), (tangents,), has_aux=True)
+            return derivative, operands
 
-        product, (dependants, others) = jax.grad(slope, has_aux=True)(at.params)
+        product, (dependants, others) = jax.grad(directional, has_aux=True)(at.params)
         return _as_params(at, product), at.losses(dependants, others)
 
     def _sum(self, losses: Losses, what: str) -> Array:
-        for number, loss in enumerate(losses):
+        for index, loss in enumerate(losses):
             if loss.needs_targets and loss.targets is None:
                 raise ValueError(
-                    f"{where()}: {what} depends on targets, but loss {number}, "
+                    f"{where()}: {what} depends on targets, but loss {index}, "
                     f"{type(loss).__name__}, was registered without any. Register it with its "
                     f"targets, or take the Fisher matrix or the GGN, which do not need them."
                 )
@@ -141,11 +140,11 @@ def _as_params(at: LossMap, leaves: Sequence[Array]) -> PyTree:
 
 
 def _like_params(at: LossMap, tangents: PyTree) -> list[Array]:
-    """Tangents of parameters as the user gave them, checked, in the dtypes of the parameters."""
+    """Check user-supplied tangents of the parameters, and cast them to the parameters' dtypes."""
     expected = f"{where()}: tangents of the parameters are like the parameters"
-    tree, known = jax.tree.structure(tangents), at.processed.params_tree
-    if tree != known:
-        raise ValueError(f"{expected}, of the structure {known}, got {tree}.")
+    tree, params_tree = jax.tree.structure(tangents), at.processed.params_tree
+    if tree != params_tree:
+        raise ValueError(f"{expected}, of the structure {params_tree}, got {tree}.")
     found = jax.tree_util.tree_leaves_with_path(tangents)
     wrong = [
         f"{leaf_name('params', path)} is of shape {jnp.shape(param)} and its tangent of "
@@ -163,27 +162,24 @@ def _cast(tangent: Any, param: Any) -> Array:
     return jnp.asarray(tangent, dtype) if jnp.issubdtype(dtype, jnp.inexact) else tangent
 
 
-# Derivatives of what the losses of a function depend on, by its parameters.
-
-
 def loss_tags_vjp(
     func: Fun, params_index: int = 0
 ) -> Callable[[Sequence[PyTree]], tuple[Losses, PullBack]]:
-    """A function for the vector-Jacobian product from the losses of `func` to its parameters.
+    """Return a function for vector-Jacobian products from the losses of `func` to its parameters.
 
     Equal to `jax.vjp` of the function from the parameters to what its losses depend on.
 
     Arguments:
-        func: a function that registers at least one loss.
-        params_index: which of its arguments are the parameters.
+        func: Function that registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
 
     Returns:
         A function of the arguments of `func`, as one sequence. It returns `(losses, vjp)`: a tuple
-        of `LossFunction`s, and a function of cotangents, one sequence for each loss with one array
-        for each of its `parameter_dependants`, that returns cotangents of the parameters.
+        of `LossFunction`s, and a function from cotangents to cotangents of the parameters. It takes
+        a sequence for each loss, with one array for each of its `parameter_dependants`.
 
     Raises:
-        RegistrationError: if `func` registers no loss, or one was lost.
+        RegistrationError: If `func` registers no loss, or one was lost.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -201,13 +197,13 @@ def loss_tags_vjp(
 def loss_tags_jvp(
     func: Fun, params_index: int = 0
 ) -> Callable[[Sequence[PyTree], PyTree], tuple[Losses, tuple[tuple[Array, ...], ...]]]:
-    """A function for the Jacobian-vector product from the parameters of `func` to its losses.
+    """Return a function for Jacobian-vector products from the parameters of `func` to its losses.
 
     Equal to `jax.jvp` of the function from the parameters to what its losses depend on.
 
     Arguments:
-        func: a function that registers at least one loss.
-        params_index: which of its arguments are the parameters.
+        func: Function that registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
 
     Returns:
         A function of the arguments of `func`, as one sequence, and tangents of the parameters. It
@@ -215,7 +211,19 @@ def loss_tags_jvp(
         of its `parameter_dependants`.
 
     Raises:
-        RegistrationError: if `func` registers no loss, or one was lost.
+        RegistrationError: If `func` registers no loss, or one was lost.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def func(w, x):
+        ...     curvax.register_squared_error_loss(x @ w)
+        >>> w, x = jnp.ones((2, 1)), jnp.ones((3, 2))
+        >>> _, ((tangents,),) = curvax.loss_tags_jvp(func)((w, x), jnp.array([[1.0], [3.0]]))
+        >>> tangents
+        Array([[4.],
+               [4.],
+               [4.]], dtype=float32)
     """
     return LossDerivatives(func, params_index).jvp
 
@@ -223,21 +231,31 @@ def loss_tags_jvp(
 def loss_tags_hvp(
     func: Fun, params_index: int = 0
 ) -> Callable[[Sequence[PyTree], PyTree], tuple[PyTree, Losses]]:
-    """A function for the Hessian-vector product of the losses of `func`.
+    """Return a function for Hessian-vector products of the losses of `func`.
 
-    Equal to the product of a vector with the Hessian, by the parameters, of the sum of
-    `loss.evaluate()` over all losses and examples; weights included. The losses need targets.
+    Equal to the product of the Hessian, by the parameters, of the sum of `loss.evaluate()` over all
+    losses and examples, weights included, and a vector. The losses need targets.
 
     Arguments:
-        func: a function that registers at least one loss.
-        params_index: which of its arguments are the parameters.
+        func: Function that registers at least one loss.
+        params_index: Index of the argument that holds the parameters.
 
     Returns:
-        A function of the arguments of `func`, as one sequence, and of tangents of the parameters.
-        It returns `(product, losses)`.
+        A function of the arguments of `func`, as one sequence, and tangents of the parameters. It
+        returns `(product, losses)`: a pytree like the parameters, and a tuple of `LossFunction`s.
 
     Raises:
-        RegistrationError: if `func` registers no loss, or one was lost.
-        ValueError: if a loss has no targets.
+        RegistrationError: If `func` registers no loss, or one was lost.
+        ValueError: If a loss has no targets.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def func(w, x, y):
+        ...     curvax.register_squared_error_loss(x @ w, y)
+        >>> args = jnp.ones((2, 1)), jnp.ones((3, 2)), jnp.zeros((3, 1))
+        >>> product, _ = curvax.loss_tags_hvp(func)(args, jnp.array([[1.0], [0.0]]))
+        >>> product.shape, bool(product[0, 0] == product[1, 0])
+        ((2, 1), True)
     """
     return LossDerivatives(func, params_index).hvp

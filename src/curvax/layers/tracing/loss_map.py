@@ -1,6 +1,6 @@
-"""A function, traced once for each shape of its arguments: a map to what its losses depend on."""
+"""`LossMap`: a traced function as a map from its parameters to what its losses depend on."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ from curvax.layers.detection.program import (
     Node,
     Program,
     Values,
+    Variable,
     read,
     run,
-    stack_shape,
 )
 from curvax.layers.detection.tagging import is_layer, is_loss, tagged_uses
 from curvax.layers.registration import (
@@ -32,25 +32,30 @@ from curvax.layers.registration import (
 from curvax.losses.tag import LossTag
 
 Losses = tuple[Any, ...]
+"""`LossFunction`s, or objects of the class that a user-supplied `LossTag` has."""
+LossArrays = Sequence[tuple[Array, ...]]
+"""For each loss, some of its operands."""
 LossTangents = Sequence[Sequence[Array]]
-"""For each loss, tangents or cotangents of what depends on parameters."""
+"""For each loss, tangents or cotangents of the operands that depend on parameters."""
 
 
 # From the operands of a loss tag to the loss.
 #
-# Inside loops and of `jax.vmap`, a loss is registered many times at once: its arrays have axes
-# in front. All of it is one loss, with these axes merged into that of the batch. Inside
-# `jax.vmap`, predictions with two axes and more are a batch, and with fewer those of a single
-# example.
+# Inside loops and `jax.vmap`, a loss is registered many times at once: its arrays have leading
+# axes. All of it is one loss, with these axes merged into the batch axis. Inside `jax.vmap`,
+# predictions with two axes and more are a batch, and those with fewer a single example.
 
-_NUMBERS = ("weight", "variance")
-"""Arguments of losses that are numbers, unless they are given for each example."""
+_SCALARS = ("weight", "variance")
+"""Arguments of losses that may be scalars, or arrays with an element for each example."""
 
 
 class LossOperands:
-    """The arrays of one loss: those that depend on parameters, and the others.
+    """The operands of one loss: those that depend on parameters, and the others.
 
-    `operands` have `num_loops` axes in front, one for each loop around the tag.
+    Arguments:
+        node: The loss tag.
+        operands: Its operands, with a leading axis for each loop around the tag.
+        num_loops: Number of these loops.
     """
 
     def __init__(self, node: Node, operands: Sequence[Any], num_loops: int) -> None:
@@ -58,16 +63,16 @@ class LossOperands:
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        # A vector inside vmap is one example's, and not a batch of numbers.
+        # A vector inside vmap belongs to one example, and is not a batch of scalars.
         least_axes = max(tag.least_axes, 2 if node.params["stacked"] else 1)
-        shared = {k for k, name in enumerate(node.params["args_names"]) if name in _NUMBERS}
+        shared = {k for k, name in enumerate(node.params["args_names"]) if name in _SCALARS}
         arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
         self.dependants = tuple(arrays[:count])
         self.others = tuple(arrays[count:])
 
 
 def mapped_lengths(node: Node) -> tuple[int, ...]:
-    """The lengths of the axes of `jax.vmap` that the operands of a loss tag have in front."""
+    """Return the lengths of the leading axes of `jax.vmap` of a loss tag's operands."""
     stacked = node.params["stacked"]
     return tuple(_size(node.inputs, stacked, level) for level in range(len(stacked)))
 
@@ -79,26 +84,30 @@ def _merged(
     least_axes: int,
     shared: Collection[int],
 ) -> list[Array]:
-    """All arrays with the axes in front merged into one, along which each has its own part.
+    """Merge the leading axes of all arrays, and their batch axes, into one.
 
-    `stacked` says for each such axis which arrays have it. Those that are `shared` may also be
-    numbers that are the same everywhere.
+    Arguments:
+        arrays: The arrays.
+        stacked: For each leading axis, which arrays have it; others are broadcast.
+        num_dependants: Number of arrays that depend on parameters.
+        least_axes: Least number of axes of the predictions of a batch.
+        shared: Indices of arrays that stay scalars if they have no leading axis.
     """
     if not stacked:
         return arrays
     sizes = [_size(arrays, stacked, level) for level in range(len(stacked))]
     count = [sum(level[k] for level in stacked) for k in range(len(arrays))]
     full = [_with_all_axes(x, stacked, k, sizes) for k, x in enumerate(arrays)]
-    # An example alone, inside vmap, has no axis of its own for a batch.
+    # A single example, inside vmap, has no batch axis.
     first = full[0]
     has_batch = first.ndim - len(sizes) >= least_axes
     batch = first.shape[len(sizes) : len(sizes) + 1] if has_batch else ()
     merged = []
-    for number, (x, own) in enumerate(zip(full, arrays, strict=True)):
-        plain = own.ndim - count[number] == 0
-        if plain and number >= num_dependants:
-            if not count[number] and number in shared:
-                merged.append(own)  # A number that is the same everywhere.
+    for k, (x, given) in enumerate(zip(full, arrays, strict=True)):
+        is_scalar = given.ndim - count[k] == 0
+        if is_scalar and k >= num_dependants:
+            if not count[k] and k in shared:
+                merged.append(given)
                 continue
             x = jnp.broadcast_to(x.reshape(*x.shape, *[1] * len(batch)), (*sizes, *batch))
         keep = len(sizes) + (1 if has_batch else 0)
@@ -107,19 +116,19 @@ def _merged(
 
 
 def _size(arrays: Sequence[Any], stacked: Sequence[Sequence[bool]], level: int) -> int:
-    """The length of an axis in front, from an array that has it."""
-    number = stacked[level].index(True)
-    before = sum(outer[number] for outer in stacked[:level])
-    return arrays[number].shape[before]
+    """Return the length of a leading axis, from an array that has it."""
+    k = stacked[level].index(True)
+    before = sum(outer[k] for outer in stacked[:level])
+    return arrays[k].shape[before]
 
 
 def _with_all_axes(
-    x: Array, stacked: Sequence[Sequence[bool]], number: int, sizes: Sequence[int]
+    x: Array, stacked: Sequence[Sequence[bool]], k: int, sizes: Sequence[int]
 ) -> Array:
-    """An array with all axes in front, repeated along those that it does not have."""
-    own = [level[number] for level in stacked]
-    rest = x.shape[sum(own) :]
-    x = jnp.expand_dims(x, [axis for axis, has in enumerate(own) if not has])
+    """Broadcast the k-th array along the leading axes that it does not have."""
+    has_axis = [level[k] for level in stacked]
+    rest = x.shape[sum(has_axis) :]
+    x = jnp.expand_dims(x, [axis for axis, has in enumerate(has_axis) if not has])
     return jnp.broadcast_to(x, (*sizes, *rest))
 
 
@@ -130,28 +139,37 @@ class ProcessedJaxpr:
     """A traced function whose losses and layers are tagged.
 
     Arguments:
-        jaxpr: the jaxpr of the function.
-        consts: its constants.
-        in_tree: the structure of the arguments of the function.
-        params_index: which of them are the parameters.
-        allow_left_out_params: whether there may be parameters that are in no layer.
-        describes_own_params: whether all tags are those that `auto_register_tags` put into this
-            function, so that they say which of its parameters they are about.
+        jaxpr: Jaxpr of the function.
+        consts: Constants of the jaxpr.
+        in_tree: Structure of the arguments of the function.
+        params_index: Index of the argument that holds the parameters.
+        allow_left_out_params: Whether there may be parameters that are in no layer.
+        describes_own_params: Whether `auto_register_tags` placed all tags in this function, so that
+            they refer to its parameters.
 
     Attributes:
-        jaxpr: as given.
-        consts: as given.
-        in_tree: as given.
-        params_index: as given.
-        loss_tags: the equations that tag losses, in order.
-        layer_tags: an equation for each layer, sorted by the numbers of their parameters. A layer
-            that is applied at several places has several; this is the first.
-        layer_indices: the numbers of the parameters of each layer.
-        interaction: the operation by which what is computed for one example depends on others, as
-            far as such is found.
+        jaxpr: Jaxpr of the function.
+        consts: Constants of the jaxpr.
+        in_tree: Structure of the arguments of the function.
+        params_index: Index of the argument that holds the parameters.
+        loss_tags: The equations that tag losses, in order.
+        layer_tags: The equation of the first tag of each layer, sorted by the indices of their
+            parameters.
+        layer_indices: The indices of the parameters of each layer.
+        interaction: Name of the operation by which examples interact, if one was found.
 
     Raises:
-        RegistrationError: if a parameter is in no layer and that is not allowed.
+        RegistrationError: If a parameter is in no layer and that is not allowed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import curvax
+        >>> def loss(params, x):
+        ...     return curvax.register_squared_error_loss(x @ params["w"] + params["b"])
+        >>> args = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((4, 3))
+        >>> processed = curvax.ProcessedJaxpr.make_from_func(loss, args)
+        >>> [tag.primitive.name for tag in processed.layer_tags], processed.layer_indices
+        (['dense_tag'], ((1, 0),))
     """
 
     def __init__(
@@ -171,10 +189,11 @@ class ProcessedJaxpr:
         self.interaction: str | None = None
         self.program: Program = read(_jax.closed(jaxpr, consts))
         self.losses: Sequence[Node] = [n for n in self.program.all_nodes() if is_loss(n)]
-        params = self.program.inputs[self.params_range.start : self.params_range.stop]
-        # The descriptions that tags carry are about the parameters of the function that has them.
+        # The descriptions that tags carry refer to the parameters of the function they are in.
         self.layers: Sequence[Layer] = layers_of_tags(
-            _carried(self.program) if describes_own_params else tagged_uses(self.program, params)
+            _carried_uses(self.program)
+            if describes_own_params
+            else tagged_uses(self.program, self._params)
         )
         self.loss_tags = tuple(node.equation for node in self.losses)
         self.layer_tags = tuple(layer.nodes[0].equation for layer in self.layers)
@@ -191,27 +210,27 @@ class ProcessedJaxpr:
 
     @property
     def in_vars_flat(self) -> list[Any]:
-        """The variables of the arguments."""
+        """Variables of the arguments."""
         return list(self.jaxpr.invars)
 
     @property
     def in_vars(self) -> PyTree:
-        """The variables of the arguments, in the structure of these."""
+        """Variables of the arguments, in their structure."""
         return jax.tree.unflatten(self.in_tree, self.in_vars_flat)
 
     @property
     def params_vars(self) -> PyTree:
-        """The variables of the parameters, in the structure of these."""
+        """Variables of the parameters, in their structure."""
         return self.in_vars[self.params_index]
 
     @property
     def params_vars_flat(self) -> list[Any]:
-        """The variables of the parameters."""
+        """Variables of the parameters."""
         return jax.tree.leaves(self.params_vars)
 
     @property
     def params_tree(self) -> TreeDef:
-        """The structure of the parameters."""
+        """Structure of the parameters."""
         return jax.tree.structure(self.params_vars)
 
     @classmethod
@@ -224,20 +243,34 @@ class ProcessedJaxpr:
         allow_left_out_params: bool = False,
         **auto_registration_kwargs: Any,
     ) -> "ProcessedJaxpr":
-        """Trace a function, with its layers tagged.
+        """Trace a function with its layers tagged.
 
         Arguments:
-            func: a function that registers at least one loss.
-            func_args: arguments to trace it with.
-            params_index: which of them are the parameters.
-            auto_register_tags: whether to look for layers; otherwise there are only those that the
+            func: Function that registers at least one loss.
+            func_args: Sequence of arguments to trace it with.
+            params_index: Index of the argument that holds the parameters.
+            auto_register_tags: Whether to look for layers; otherwise there are only those that the
                 function tags itself.
-            allow_left_out_params: whether there may be parameters that are in no layer, or that no
+            allow_left_out_params: Whether there may be parameters that are in no layer, or that no
                 loss depends on.
-            auto_registration_kwargs: as in `curvax.auto_register_tags`.
+            auto_registration_kwargs: Keyword arguments of `curvax.auto_register_tags`, such as
+                `strict`, `patterns_to_skip` or `through_custom_derivatives`.
 
         Returns:
             The processed jaxpr.
+
+        Raises:
+            RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+                parameter; or if a parameter is in no layer and that is not allowed.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> loss = lambda w, x: curvax.register_squared_error_loss(x @ w)
+            >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+            >>> processed = curvax.ProcessedJaxpr.make_from_func(loss, args)
+            >>> len(processed.loss_tags), len(processed.layer_tags)
+            (1, 1)
         """
         args = tuple(func_args)
         interaction = None
@@ -261,48 +294,55 @@ class ProcessedJaxpr:
         processed.interaction = interaction
         check_tags(processed.program, through_custom)
         if not auto_register_tags:  # Otherwise it was checked where layers were looked for.
-            inside = processed.params_range
-            params = processed.program.inputs[inside.start : inside.stop]
-            check_reached(processed.program, processed.losses, params, through_custom)
+            check_reached(processed.program, processed.losses, processed._params, through_custom)
         return processed
 
+    @property
+    def _params(self) -> Sequence[Variable]:
+        return self.program.inputs[self.params_range.start : self.params_range.stop]
+
     def _check_complete(self) -> None:
-        registered = {number for layer in self.layers for number in layer.params}
+        registered = {index for layer in self.layers for index in layer.params}
         paths, _ = jax.tree_util.tree_flatten_with_path(self.params_vars)
         missing = [
             jax.tree_util.keystr(path)
-            for number, (path, _) in enumerate(paths)
-            if number not in registered
+            for index, (path, _) in enumerate(paths)
+            if index not in registered
         ]
         if missing:
             raise RegistrationError(
                 f"curvax.ProcessedJaxpr: {', '.join(missing)} are in no layer. Tag them, let "
-                f"auto_register_tags look for layers, or say allow_left_out_params=True."
+                f"auto_register_tags look for layers, or pass allow_left_out_params=True."
             )
 
 
-def _carried(program: Program) -> list[TaggedUse]:
-    """The tags in a program, with the descriptions that they carry."""
+def _carried_uses(program: Program) -> list[TaggedUse]:
+    """Return the tags in a program, with the descriptions that they carry."""
     return [TaggedUse(node, node.params["use"]) for node in program.all_nodes() if is_layer(node)]
 
 
 @dataclass
 class TracedFunction:
-    """Keeps what was traced, by the shapes of the arguments."""
+    """A function, traced once for each combination of shapes of its arguments.
+
+    Attributes:
+        trace: Traces the function for arguments, given as one sequence.
+        same_graph: Whether other shapes must give the same operations.
+        known: What was traced, by the shapes of the arguments.
+    """
 
     trace: Callable[[Sequence[PyTree]], ProcessedJaxpr]
     same_graph: bool = True
-    """Whether other shapes must give the same operations."""
-    known: dict[Any, ProcessedJaxpr] = field(default_factory=dict)
+    known: dict[Hashable, ProcessedJaxpr] = field(default_factory=dict)
 
     @classmethod
     def of(cls, func: Fun, params_index: int, same_graph: bool, **options: Any) -> "TracedFunction":
-        """A function whose layers are to be found, as `ProcessedJaxpr.make_from_func` does."""
+        """Return a function that `ProcessedJaxpr.make_from_func` traces with these options."""
         trace = lambda args: ProcessedJaxpr.make_from_func(func, args, params_index, **options)
         return cls(trace, same_graph)
 
     def at(self, func_args: Any) -> "LossMap":
-        """The function at these arguments."""
+        """Return the map from parameters to losses at these arguments."""
         if not isinstance(func_args, tuple | list):
             raise TypeError(
                 f"{where()}: the arguments of the function are given as one sequence, such as "
@@ -314,7 +354,7 @@ class TracedFunction:
             return LossMap(self.known[key], leaves)
         processed = self.trace(func_args)
         self._check(processed)
-        if not any(map(_jax.is_tracer, processed.consts)):  # Else it is good for this call only.
+        if not any(map(_jax.is_tracer, processed.consts)):  # Otherwise it is valid here only.
             self.known[key] = processed
         return LossMap(processed, leaves)
 
@@ -324,14 +364,16 @@ class TracedFunction:
         before = next(iter(self.known.values()))
         if _outline(before) != _outline(processed):
             raise ValueError(
-                f"{where()}: with these arguments the function does other things than with the "
-                f"first ones, so that its layers are not the same. If that is meant, say "
+                f"{where()}: with these arguments the function computes something else than with "
+                f"the first ones, so that its layers are not the same. If that is intended, pass "
                 f"raise_error_on_diff_jaxpr=False."
             )
 
 
-def _outline(processed: ProcessedJaxpr) -> Any:
-    """What a function does, but for what it only does to fit shapes."""
+def _outline(
+    processed: ProcessedJaxpr,
+) -> tuple[list[tuple[str, tuple[int, ...], int]], list[str]]:
+    """Return the layers and the operations of a function, except for those that only rearrange."""
     layers = [(layer.tag_name, layer.params, len(layer.tags)) for layer in processed.layers]
     names = [node.name for node in processed.program.all_nodes()]
     return layers, [name for name in names if name not in (*REARRANGED, "slice", "split")]
@@ -339,15 +381,19 @@ def _outline(processed: ProcessedJaxpr) -> Any:
 
 @dataclass(frozen=True)
 class LossMap:
-    """What the losses depend on, as a function of the parameters."""
+    """What the losses depend on, as a function of the parameters.
+
+    Attributes:
+        processed: The traced function.
+        leaves: The leaves of its arguments; shapes suffice where nothing is computed.
+    """
 
     processed: ProcessedJaxpr
     leaves: Sequence[Any]
-    """Arrays, or shapes, where nothing is computed."""
 
     @property
     def params(self) -> list[Any]:
-        """The parameters."""
+        """The leaves that are parameters."""
         inside = self.processed.params_range
         return list(self.leaves[inside.start : inside.stop])
 
@@ -356,15 +402,22 @@ class LossMap:
         """For each loss, the lengths of the axes of loops and of `vmap` among its rows."""
         program = self.processed.program
         return [
-            (*stack_shape(program, node), *mapped_lengths(node)) for node in self.processed.losses
+            (*program.loop_lengths(node), *mapped_lengths(node)) for node in self.processed.losses
         ]
 
     def __call__(
         self, params: Sequence[Array], hooks: "AtLosses | None" = None, given: Given | None = None
     ) -> tuple[list[tuple[Array, ...]], tuple[list[tuple[Array, ...]], Collected]]:
-        """For each loss, what depends on parameters; and the rest, and what else was collected.
+        """Run the function.
 
-        Hooks say what is done at layers, with what they are given for it.
+        Arguments:
+            params: The leaves of the parameters.
+            hooks: What to do at layers.
+            given: Arrays for the hooks.
+
+        Returns:
+            For each loss, the operands that depend on parameters; and, as auxiliary output, the
+            other operands of each loss and what the hooks collected at layers.
         """
         inside = self.processed.params_range
         inputs = [*self.leaves[: inside.start], *params, *self.leaves[inside.stop :]]
@@ -376,33 +429,33 @@ class LossMap:
     def losses(
         self, dependants: Sequence[Sequence[Array]], others: Sequence[Sequence[Array]]
     ) -> tuple[Any, ...]:
-        """The losses, made of such arrays."""
-        made = []
-        for node, mine, rest in zip(self.processed.losses, dependants, others, strict=True):
+        """Return the losses with these operands."""
+        found = []
+        for node, of_params, rest in zip(self.processed.losses, dependants, others, strict=True):
             tag, names = node.equation.primitive, node.params["args_names"]
-            made.append(tag.loss(*mine, *rest, args_names=names))
-        return tuple(made)
+            found.append(tag.loss(*of_params, *rest, args_names=names))
+        return tuple(found)
 
     def _operands(self, node: Node, operands: Sequence[Any]) -> LossOperands:
-        return LossOperands(node, operands, len(stack_shape(self.processed.program, node)))
+        return LossOperands(node, operands, len(self.processed.program.loops_around[node]))
 
 
 class AtLosses:
-    """Hooks that collect the operands of losses. Those that do something at layers extend them."""
+    """Hooks that collect the operands of losses. Subclasses do something at layers."""
 
     def keys_at(self, node: Node) -> Collection[Any] | None:
-        """The keys of what is given for a node; None if there is nothing to do at it."""
+        """Return the keys of what is given for a node; None to run the node as it is."""
         return () if is_loss(node) else self.keys_at_layer(node) if is_layer(node) else None
 
-    def is_split(self, key: Any, loop: Node) -> bool:
-        """Whether what is given under a key has a part for each step of a loop."""
+    def is_per_step(self, key: Any, loop: Node) -> bool:
+        """Return whether what is given under a key has a leading axis of the steps of a loop."""
         del key, loop
         return True
 
     def visit(
         self, node: Node, inputs: Sequence[Any], values: Values, given: Given
     ) -> tuple[list[Any], Collected]:
-        """The outputs of a node, and what is collected there."""
+        """Return the outputs of a node, and what to collect there."""
         del values
         operands = [jnp.asarray(x) for x in inputs]
         if is_loss(node):
@@ -410,18 +463,18 @@ class AtLosses:
         return self.visit_layer(node, operands, given)
 
     def keys_at_layer(self, node: Node) -> Collection[Any] | None:
-        """As `keys_at`, for a layer."""
+        """Return the keys of what is given for a layer; None to run its tag as it is."""
         del node
 
     def visit_layer(
         self, node: Node, operands: list[Array], given: Given
     ) -> tuple[list[Any], Collected]:
-        """As `visit`, for a layer."""
+        """Return the outputs of a layer's tag, and what to collect there."""
         raise NotImplementedError
 
 
 def like_dependants(tangents: LossTangents, dependants: Sequence[Any]) -> list[tuple[Array, ...]]:
-    """Cotangents as the user gave them, checked; those of each device's own are its own, too."""
+    """Check user-supplied cotangents, and mark as device-varying those of device-varying arrays."""
     given = [tuple(map(jnp.shape, each)) for each in tangents]
     expected = [tuple(x.shape for x in each) for each in dependants]
     if given != expected:
@@ -435,9 +488,9 @@ def like_dependants(tangents: LossTangents, dependants: Sequence[Any]) -> list[t
 
 
 def check_devices(at: LossMap) -> None:
-    """With examples on several devices of a `shard_map`, layers put out something else on each.
+    """Check that the outputs of layers vary over the devices of a `shard_map` if the losses do.
 
-    Otherwise JAX sums the cotangents of different examples, before they get to the layer.
+    Otherwise JAX sums the cotangents of different examples before they get to the layer.
     """
     kinds = lambda node: [x.aval for x in node.equation.outvars]
     axes = _jax.varying_axes(*(kind for loss in at.processed.losses for kind in kinds(loss)))
@@ -446,9 +499,9 @@ def check_devices(at: LossMap) -> None:
             missing = sorted(map(str, axes - _jax.varying_axes(*kinds(node))))
             if missing:
                 raise ValueError(
-                    f"{where()}: inside of shard_map, the losses differ between the devices along "
-                    f"{', '.join(missing)}, but {node.name} of the parameters {layer.params} gives "
-                    f"the same on all of them, so that its cotangents would be summed over "
-                    f"different examples. Say of its input, such as the first state of a loop, "
-                    f"that it varies: jax.lax.pcast(x, {tuple(missing)}, to='varying')."
+                    f"{where()}: inside shard_map, the losses differ between the devices along "
+                    f"{', '.join(missing)}, but the output of {node.name} of the parameters "
+                    f"{layer.params} is replicated, so that its cotangents would be summed over "
+                    f"different examples. Declare that its input, such as the initial carry of a "
+                    f"loop, varies: jax.lax.pcast(x, {tuple(missing)}, to='varying')."
                 )
