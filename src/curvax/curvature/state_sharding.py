@@ -25,7 +25,14 @@ from curvax._errors import where
 from curvax._types import Array, PyTree
 from curvax.curvature.backward_passes import AverageUpdate
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature, Structure
-from curvax.curvature.blocks.base import MatrixPower, Powers, cached_entry, power_key, powers_of
+from curvax.curvature.blocks.base import (
+    BlockState,
+    MatrixPower,
+    Powers,
+    cached_entry,
+    power_key,
+    powers_of,
+)
 from curvax.curvature.blocks.kronecker import (
     FACTORS,
     TwoKroneckerFactored,
@@ -517,7 +524,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
         self._check_no_eigenvalues(cache_eigenvalues)
         keys = jax.random.split(rng, self.num_blocks)
         options = exact_powers_to_cache, approx_powers_to_cache, False
-        whole = [None] * self.num_blocks
+        whole: list[BlockState | None] = [None] * self.num_blocks
         for number in self._whole:
             whole[number] = self._known.blocks[number].init(keys[number], *options)
         powers = powers_of(exact_powers_to_cache), powers_of(approx_powers_to_cache)

@@ -10,7 +10,7 @@ passed. It contains a record, by which `data_of_uses` recognises what was change
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +57,7 @@ class Block(Protocol):
 class StatisticalBlock(Protocol[State_contra]):
     """A `CurvatureBlock` with states of some type, as far as its statistics are read."""
 
-    @property
-    def sums_batch(self) -> bool:
-        """Whether it is estimated from the gradient of the whole batch."""
-        ...
+    sums_batch: ClassVar[bool]
 
     def statistics(
         self, use: LayerUse, uses: Sequence[LayerUse], state: State_contra
