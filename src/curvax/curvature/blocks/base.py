@@ -47,6 +47,7 @@ def wide(*dtypes: DTypeLike) -> jnp.dtype:
         return jnp.result_type(*dtypes, jnp.float32)
 
 
+@runtime_checkable
 class ArrayType(Protocol):
     """The abstract value of a variable, as far as blocks read it."""
 
@@ -61,6 +62,7 @@ class ArrayType(Protocol):
         ...
 
 
+@runtime_checkable
 class Variable(Protocol):
     """A variable of a jaxpr, as far as blocks read it."""
 
@@ -85,12 +87,12 @@ class TagEquation(Protocol):
         ...
 
     @property
-    def invars(self) -> list[Any]:
+    def invars(self) -> list[Variable]:
         """The operands of the tag: outputs, inputs and parameters of the layer."""
         ...
 
     @property
-    def outvars(self) -> list[Any]:
+    def outvars(self) -> list[Variable]:
         """The results of the tag."""
         ...
 
@@ -110,7 +112,7 @@ class LayerEquation:
         if isinstance(equation, cls):
             return equation
         tag = equation.primitive
-        params: list[Variable] = equation.invars[tag.num_outputs + tag.num_inputs :]
+        params = equation.invars[tag.num_outputs + tag.num_inputs :]
         use = use_of_equation(equation)
         return cls(use.layer, (use,), tuple(v.aval.dtype for v in params), equation)
 
@@ -136,12 +138,12 @@ class LayerEquation:
         return dict(self.equation.params)
 
     @property
-    def invars(self) -> list[Any]:
+    def invars(self) -> list[Variable]:
         """The operands of the tag: outputs, inputs and parameters of the layer."""
         return list(self.equation.invars)
 
     @property
-    def outvars(self) -> list[Any]:
+    def outvars(self) -> list[Variable]:
         """The results of the tag."""
         return list(self.equation.outvars)
 

@@ -10,7 +10,7 @@ passed. It contains a record, by which `data_of_uses` recognises what was change
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ Shapes: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ..
 
 
 @runtime_checkable
-class Block(Protocol[State_contra]):
-    """A `CurvatureBlock` with states of some type, as far as this module reads it."""
+class Block(Protocol):
+    """A `CurvatureBlock`, as far as this module reads it."""
 
     name: str
 
@@ -48,14 +48,16 @@ class Block(Protocol[State_contra]):
         """The uses of the layer."""
         ...
 
-    @property
-    def sums_batch(self) -> bool:
-        """Whether it is estimated from the gradient of the whole batch."""
-        ...
-
     def needs_examples(self, uses: Sequence[LayerUse]) -> bool:
         """Return whether the estimate depends on which positions belong to one example."""
         ...
+
+
+@runtime_checkable
+class StatisticalBlock(Protocol[State_contra]):
+    """A `CurvatureBlock` with states of some type, as far as its statistics are read."""
+
+    sums_batch: ClassVar[bool]
 
     def statistics(
         self, use: LayerUse, uses: Sequence[LayerUse], state: State_contra
@@ -122,7 +124,7 @@ def _in_model(use: LayerUse, key: str, x: Array) -> Array:
 
 
 def sums_of_data(
-    block: Block[State],
+    block: StatisticalBlock[State],
     state: State,
     data: EstimationData,
     uses: Sequence[LayerUse],
@@ -149,7 +151,7 @@ def sums_of_data(
 
 
 def data_of_uses(
-    block: Block[State], data: EstimationData, batch_size: ArrayLike
+    block: Block, data: EstimationData, batch_size: ArrayLike
 ) -> tuple[tuple[LayerUse, ...], tuple[Arrays, ...]]:
     """Return the uses that the data belong to, and the inputs and cotangents of each.
 
@@ -194,7 +196,7 @@ def data_of_uses(
 
 
 def _of_layer(
-    block: Block[State], arrays: Arrays, expected: Sequence[_Expected], batch_size: ArrayLike | None
+    block: Block, arrays: Arrays, expected: Sequence[_Expected], batch_size: ArrayLike | None
 ) -> list[tuple[LayerUse, Arrays]]:
     """Split the arrays of a layer among its uses; arrays of a new shape count as one use."""
     first, uses = expected[0], [each.use for each in expected]
@@ -221,7 +223,7 @@ def _of_layer(
 
 
 def _of_use(
-    block: Block[State], expected: _Expected, arrays: Arrays, batch_size: ArrayLike | None
+    block: Block, expected: _Expected, arrays: Arrays, batch_size: ArrayLike | None
 ) -> tuple[LayerUse, Arrays]:
     """Return the arrays of one use, and the use itself, adapted if their shapes are new."""
     use, shapes = expected.use, expected.shapes
@@ -251,7 +253,7 @@ def _of_use(
     return use.of_data(x, g), arrays
 
 
-def _num_rows(block: Block[State], use: LayerUse, x: Array, g: Array) -> int:
+def _num_rows(block: Block, use: LayerUse, x: Array, g: Array) -> int:
     """Return the number of rows of data of a new shape; check it against the layer."""
     skip = len(use.stack)
     rows, features = use.split_shape(x.shape[skip:], False)
@@ -280,7 +282,7 @@ def _num_rows(block: Block[State], use: LayerUse, x: Array, g: Array) -> int:
     return math.prod(rows)
 
 
-def _contradiction(block: Block[State], reason: str) -> ValueError:
+def _contradiction(block: Block, reason: str) -> ValueError:
     return ValueError(
         f"curvax.{type(block).__name__}: the estimation_data that were passed to "
         f"update_curvature_matrix_estimate of the block {block.name!r} contradict its layer: "

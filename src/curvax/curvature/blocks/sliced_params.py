@@ -7,7 +7,7 @@ no Kronecker factors: its block is diagonal.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -129,9 +129,8 @@ class SlicedParams(CurvatureBlock):
         cache_eigenvalues: bool,
     ) -> BlockState:
         options = (exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues)
-        parts = tuple(part.init(rng, *options) for part in self.parts)
-        make: Callable[..., BlockState] = self.State
-        return make(cache={}, parts=parts)
+        fields = {"parts": tuple(part.init(rng, *options) for part in self.parts)}
+        return self.State(cache={}, **fields)
 
     def is_cached(self, state: BlockState, power: float | int, exact_power: bool) -> bool:
         pairs = zip(self.parts, _states(state), strict=True)
@@ -143,7 +142,10 @@ class SlicedParams(CurvatureBlock):
 
     def with_cache(self, state: BlockState, results: PyTree, wanted: Refresh) -> BlockState:
         each = zip(self.parts, _states(state), results, self._refreshes(wanted), strict=True)
-        parts = tuple(part.with_cache(*arguments) for part, *arguments in each)
+        parts = tuple(
+            part.with_cache(part_state, result, refresh)
+            for part, part_state, result, refresh in each
+        )
         return replace(cast(SlicedParams.State, state), parts=parts)
 
     def _refreshes(self, wanted: Refresh) -> list[Refresh]:
