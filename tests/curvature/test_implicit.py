@@ -549,7 +549,8 @@ class TestErrors:
     def test_a_loss_without_a_fisher_matrix(self):
         case = BY_NAME["own loss"]
         curvature = ImplicitExactCurvature(own)
-        message = "products with a Fisher matrix.* loss 0, FunctionLoss, has no predictive.* multiply_ggn"
+        reason = "loss 0, FunctionLoss, has no predictive distribution"
+        message = f"products with a Fisher matrix.* {reason}.* multiply_ggn"
         for multiply, vector in [
             (curvature.multiply_fisher, case.params),
             (curvature.multiply_fisher_factor_transpose, case.params),
