@@ -7,7 +7,7 @@ SciPy, for their solvers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,6 @@ def as_linear_operator(
 
     Raises:
         ValueError: If there is no such matrix or inverse.
-        TypeError: If `at` is the state of an estimator for exact products, or the other way round.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -210,8 +209,6 @@ def as_linear_operator(
         Array([5., 1.], dtype=float32)
     """
     if isinstance(curvature, ImplicitExactCurvature):
-        if isinstance(at, BlockDiagonalState):
-            raise TypeError(f"{where()}: for exact products, at must be the function's arguments.")
         if inverse:
             raise ValueError(
                 f"{where()}: exact products have no inverse. Pass the operator itself to a solver, "
@@ -219,16 +216,12 @@ def as_linear_operator(
             )
         if matrix not in _MATRICES:
             raise ValueError(f"{where()}: matrix must be one of {_MATRICES}, got {matrix!r}.")
-        return _exact(curvature, at, identity_weight, matrix)
-    if not isinstance(at, BlockDiagonalState):
-        raise TypeError(
-            f"{where()}: for an estimator, at must be its state, got {type(at).__name__}."
-        )
-    power = -1 if inverse else 1
+        return _exact(curvature, cast(Sequence[PyTree], at), identity_weight, matrix)
+    state, power = cast(BlockDiagonalState, at), -1 if inverse else 1
 
     def multiply(vector: PyTree) -> PyTree:
         options = (identity_weight, power, True, use_cached, None)
-        return curvature.multiply_matpower(at, vector, *options)
+        return curvature.multiply_matpower(state, vector, *options)
 
     return CurvatureOperator(multiply, curvature.params_shapes, True)
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -679,8 +679,7 @@ class ShardedCurvature(BlockDiagonalCurvature):
 
 
 def _sharded(state: BlockDiagonalState) -> ShardedState:
-    assert isinstance(state, ShardedState)
-    return state
+    return cast(ShardedState, state)
 
 
 def whole_state(estimator: BlockDiagonalCurvature, state: BlockDiagonalState) -> BlockDiagonalState:
