@@ -375,8 +375,8 @@ def tracing_context() -> Hashable:
     return default_device(), mesh, *(getattr(settings, f"jax_{name}", None) for name in names)
 
 
-def call_key(leaves: Sequence[ArrayLike]) -> Hashable:
-    """Return a key for all that tracing a function of these arrays depends on."""
+def call_key(leaves: Sequence[ArrayLike | jax.ShapeDtypeStruct]) -> Hashable:
+    """Return a key for all that tracing a function of these arrays, or shapes, depends on."""
     kinds = tuple((jnp.shape(x), jnp.result_type(x), varying_axes(x)) for x in leaves)
     return kinds, tracing_context()
 
