@@ -342,8 +342,8 @@ class Consumed(NamedTuple):
     """What an operation that consumes parameters makes of them.
 
     Attributes:
-        consumers: By the index of each parameter, the use or why it is none.
-        view: What the output is.
+        consumers: By the index of each parameter, the use, or the reason why there is none.
+        view: The view of its output, if that is more than the output of a single use.
     """
 
     consumers: Mapping[int, Consumer | CandidateUse | Reason]
@@ -351,7 +351,11 @@ class Consumed(NamedTuple):
 
 
 Result = Views | Consumed | Reason
-"""Views of the outputs of an operation, what consumes parameters, or a reason for all of them."""
+"""What an operation does with parameters.
+
+Views of its outputs if it only rearranges them, `Consumed` if it may be a use of layers, or the
+reason why it is none for any of its operands that are parameters.
+"""
 
 Transfer = Callable[["Interpreter", Node, Views], Result]
 """What an operation does, given the views of its operands, at least one of which is not None."""
@@ -360,7 +364,7 @@ NO_EXAMPLES = "it meets nothing that differs from example to example"
 
 
 class Scope(NamedTuple):
-    """Where the interpreter is.
+    """The body that the interpreter is in.
 
     Attributes:
         reason: Why nothing in the current body can be a layer; "" if it can.
@@ -403,8 +407,11 @@ class Interpreter:
     """The node that computes each operand."""
     constants: ConstantFolder = field(init=False)
     """Values that depend on constants only."""
+
+    # State of the walk.
+
     scope: Scope = field(default_factory=Scope)
-    """Where the walk is."""
+    """The current body."""
 
     # Results.
 
