@@ -720,14 +720,20 @@ class CurvatureBlock(abc.ABC):
         return estimates
 
     @abc.abstractmethod
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
-        """Return what to sum over one of the uses of the layer."""
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
+        """Return what to sum over one of the uses of the layer.
+
+        `state` is None for a Kronecker-factored block whose state is sharded over devices.
+        """
 
     @abc.abstractmethod
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         """Return terms that can be added over passes, from the sums of one pass.
 
-        Each field of `sums` is a mapping with the keys of `statistics`.
+        Each field of `sums` is a mapping with the keys of `statistics`. `state` is None for a
+        Kronecker-factored block whose state is sharded over devices.
         """
 
     @abc.abstractmethod

@@ -71,12 +71,14 @@ class Diagonal(ExampleGradientBlock):
     max_elements: int | None = None
     """Maximum number of elements of per-example gradients to hold; None for the setting."""
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         del state
         self.check_examples(uses)
         return gradient_statistics(use, uses, _squares, False, self.dtype, self.max_elements)
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state
         return Sums(of_cotangents=gradient_terms(sums, uses, _squares, in_param_shapes=False))
 
@@ -241,7 +243,7 @@ class NaiveDiagonal(BatchGradientBlock, Diagonal):
         ('only the gradient of all examples together is known: estimates are noisy',)
     """
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state
         return Sums(of_cotangents=[x**2 for x in self.total_gradient(sums, uses)])
 

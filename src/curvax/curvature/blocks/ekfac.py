@@ -63,14 +63,16 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         del uses
         return True
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         squares = self._squares(_state(state).basis)
         of_gradients = gradient_statistics(
             use, uses, squares, in_param_shapes=True, dtype=self.dtype
         )
         return {**super().statistics(use, uses, state), **of_gradients}
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         factors = super().terms(sums, uses, state)
         squares = self._squares(_state(state).basis)
         corrected = gradient_terms(sums, uses, squares, in_param_shapes=True)
@@ -131,7 +133,7 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         return _state(state).eigenvalues.value.reshape(-1)
 
 
-def _state(state: BlockState) -> _EigenvalueCorrected.State:
+def _state(state: BlockState | None) -> _EigenvalueCorrected.State:
     return cast(_EigenvalueCorrected.State, state)
 
 

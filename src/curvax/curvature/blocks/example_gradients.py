@@ -315,7 +315,9 @@ class BatchGradientBlock(CurvatureBlock):
     def remarks(self) -> tuple[str, ...]:
         return ("only the gradient of all examples together is known: estimates are noisy",)
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         del state
         if not use.is_known:  # The backward pass returns the gradient itself.
             return {}

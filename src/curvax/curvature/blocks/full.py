@@ -164,14 +164,16 @@ class Full(ExampleGradientBlock):
     def finiteness_probe(self, estimates: Sequence[Array]) -> Sequence[Array]:
         return [diagonal(matrix) for matrix in estimates]
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         del state
         self.check_examples(uses)
         return gradient_statistics(
             use, uses, products_of_gradients, True, self.dtype, self.max_elements
         )
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state
         products = gradient_terms(sums, uses, products_of_gradients, in_param_shapes=True)
         return Sums(of_cotangents=products)
@@ -360,7 +362,7 @@ class NaiveFull(BatchGradientBlock, Full):
         (NaiveFull('', ((2, 1),)),)
     """
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state
         flat = self.flattened(self.total_gradient(sums, uses))
         return Sums(of_cotangents=jnp.outer(flat, flat))

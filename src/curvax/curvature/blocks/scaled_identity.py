@@ -56,11 +56,13 @@ class ScaledIdentity(CurvatureBlock):
     def fixed_scale(self) -> ArrayLike:
         return self._scale
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         del use, uses, state
         return {}
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del sums, uses, state
         return Sums()
 

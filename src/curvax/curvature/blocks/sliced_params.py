@@ -92,14 +92,16 @@ class SlicedParams(CurvatureBlock):
             remarks.append("parts that only scale or shift have a diagonal block")
         return tuple(dict.fromkeys(remarks))
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         index = self._cuts.index(use.cuts)
         part, part_uses = self.parts[index], self._uses_of_parts(uses)[index]
         position = [other for other in uses if other.cuts == use.cuts].index(use)
         found = part.statistics(part_uses[position], part_uses, _states(state)[index])
         return {(index, key): statistic for key, statistic in found.items()}
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         each = zip(self.parts, self._uses_of_parts(uses), _states(state), strict=True)
         found = [
             part.terms(Sums(*(_sums_of_part(x, index) for x in sums)), part_uses, part_state)
@@ -183,7 +185,7 @@ class SlicedParams(CurvatureBlock):
         return [[use.of_part() for use in uses if use.cuts == cuts] for cuts in self._cuts]
 
 
-def _states(state: BlockState) -> tuple[BlockState, ...]:
+def _states(state: BlockState | None) -> tuple[BlockState, ...]:
     return cast(SlicedParams.State, state).parts
 
 
