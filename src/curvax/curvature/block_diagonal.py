@@ -33,7 +33,13 @@ from curvax.curvature.batch import (
     check_separate,
     length_of,
 )
-from curvax.curvature.blocks.base import BlockState, CurvatureBlock, LayerEquation, Powers
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CurvatureBlock,
+    LayerEquation,
+    Powers,
+    present,
+)
 from curvax.curvature.blocks.defaults import default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
 from curvax.curvature.estimation_modes import (
@@ -661,16 +667,18 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         axis = pmap_axis_name if self._distributed_cache_updates else None
         all_blocks, states = self._structure.blocks, list(state.blocks_states)
         for n in (n for n in indices if all_blocks[n].has_own_cache):
-            states[n] = all_blocks[n].update_cache(states[n], weights[n], *options)
+            states[n] = all_blocks[n].update_cache(present(states[n]), weights[n], *options)
         refreshes = {
             n: all_blocks[n].refresh(weights[n], *options)
             for n in indices
             if not all_blocks[n].has_own_cache
         }
-        requests = {n: all_blocks[n].cache_requests(states[n], x) for n, x in refreshes.items()}
+        requests = {
+            n: all_blocks[n].cache_requests(present(states[n]), x) for n, x in refreshes.items()
+        }
         results = run_matrix_tasks(requests, axis)
         for n, refresh in refreshes.items():
-            states[n] = all_blocks[n].with_cache(states[n], results[n], refresh)
+            states[n] = all_blocks[n].with_cache(present(states[n]), results[n], refresh)
         return replace(state, blocks_states=tuple(states))
 
     def multiply_matpower(
@@ -760,7 +768,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             [[2.0, 8.0]]
         """
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
-        return tuple(block.eigenvalues(x, use_cached) for block, x in blocks)
+        return tuple(block.eigenvalues(present(x), use_cached) for block, x in blocks)
 
     def eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> Array:
         """Return the eigenvalues of all blocks, in the order of `blocks`.
@@ -813,7 +821,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             [(6, 6)]
         """
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
-        return tuple(block.to_dense_matrix(x) for block, x in blocks)
+        return tuple(block.to_dense_matrix(present(x)) for block, x in blocks)
 
     def to_dense_matrix(self, state: BlockDiagonalState) -> Array:
         """Return the block-diagonal matrix, dense, with zeros between the blocks.
@@ -925,7 +933,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         def task(index: int) -> Callable[[], Sequence[Array]]:
             block, block_state = self._structure.blocks[index], state.blocks_states[index]
             vector, weight = vectors[index], weights[index]
-            return lambda: block.multiply_matpower(block_state, vector, weight, *options)
+            return lambda: block.multiply_matpower(present(block_state), vector, weight, *options)
 
         work = [self._structure.blocks[index].multiply_work for index in self._replicated]
         axis = axis if self._distributed_multiplies else None
@@ -943,7 +951,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         states = list(state.blocks_states)
         for n in self._replicated:
             block = self._structure.blocks[n]
-            states[n] = block.update_averages(states[n], terms[n], uses[n], *update)
+            states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *update)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:

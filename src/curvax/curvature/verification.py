@@ -13,7 +13,7 @@ from curvax._reports import table
 from curvax._types import Array, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockDiagonalCurvature, BlockDiagonalState
-from curvax.curvature.blocks.base import CurvatureBlock
+from curvax.curvature.blocks.base import CurvatureBlock, present
 from curvax.curvature.implicit import ImplicitExactCurvature, Number
 
 
@@ -203,7 +203,7 @@ def _norms_of_probe(
         ]
         column = product(estimator.blocks_vectors_to_params_vector(masked))
         exact = estimator.params_vector_to_blocks_vectors(column)[index]
-        estimated = block.multiply(block_state, parts[index], 0.0, True, False)
+        estimated = block.multiply(present(block_state), parts[index], 0.0, True, False)
         differences = [jnp.sum((a - b) ** 2) for a, b in zip(estimated, exact, strict=True)]
         forms = [_inner_product(parts[index], x) for x in (estimated, exact)]
         norms.append(_Norms(differences, [jnp.sum(b**2) for b in exact], forms))

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from curvax._jax import Tag
+from curvax._jax import Tag, Value
 from curvax._types import Array
 from curvax.losses.loss_function import LossFunction
 
@@ -109,7 +109,7 @@ class LossTag(Tag):
         constructor: Callable[..., LossFunction] = self._cls
         return constructor(**dict(zip(args_names, args, strict=True)))
 
-    def bind(self, *args: ArrayLike, args_names: Sequence[str], **params: Any) -> list[Array]:
+    def bind(self, *args: Value, args_names: Sequence[str], **params: Any) -> list[Array]:
         """Register a loss in the program that is being traced.
 
         Arguments:

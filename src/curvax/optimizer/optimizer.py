@@ -23,6 +23,7 @@ from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
 from curvax.curvature.state_sharding import (
     ShardedCurvature,
+    ShardedState,
     check_rows,
     num_shards,
     split_state,
@@ -1144,7 +1145,7 @@ def _check_sharding(estimator: BlockDiagonalCurvature, state: EstimatorState) ->
                 f"state = optimizer.whole_state(state)."
             )
         return
-    if count is None:
+    if not isinstance(state, ShardedState):
         raise ValueError(
             f"{where()}: the state was made without shard_state=True, and is replicated. "
             f"Leave shard_state out, or shard it: state = optimizer.split_state(state)."

@@ -224,6 +224,12 @@ class BlockState:
 jax.tree_util.register_dataclass(BlockState)
 
 
+def present(state: BlockState | None) -> BlockState:
+    """Return the state of a block whose factors are not sharded; of a sharded one there is none."""
+    assert state is not None
+    return state
+
+
 Statistics = Mapping[Hashable, Statistic]
 """The statistics of one use of a layer. Those with the same key at several uses are added."""
 
