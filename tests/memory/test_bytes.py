@@ -121,7 +121,8 @@ class TestErrors:
         ],
     )
     def test_a_text_is_a_number_with_a_unit(self, text):
-        with pytest.raises(ValueError, match=r"not an amount of memory. Give .* Units are B, kB, MB"):
+        words = r"not an amount of memory. Give .* Units are B, kB, MB"
+        with pytest.raises(ValueError, match=words):
             parse_memory(text)
 
     @pytest.mark.parametrize(
