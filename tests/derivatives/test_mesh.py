@@ -295,7 +295,7 @@ class TestErrors:
     def test_under_a_shard_map_over_the_same_axis(self):
         inner = lambda x: curvax.hessian(loss, x, mesh=mesh_of(8), replicated=True)[0]
         outer = jax.shard_map(inner, mesh=mesh_of(8), in_specs=P(), out_specs=P())
-        with pytest.raises(ValueError, match=r"inside of a jax.shard_map over \('i',\)"):
+        with pytest.raises(ValueError, match=r"inside a jax.shard_map over \('i',\)"):
             jax.jit(outer)(jax.tree.map(jnp.asarray, X))
 
     def test_closing_over_an_array_on_an_explicit_mesh(self):

@@ -200,7 +200,7 @@ class TestNestedShardMap:
         assert_same(nested("model", mesh)(X), 2 * X + jnp.broadcast_to(indices, X.shape))
 
     def test_over_the_same_axis_is_rejected(self, nested, mesh):
-        words = r"curvax: mesh= .* inside of a jax.shard_map over \('data',\)"
+        words = r"curvax: mesh= .* inside a jax.shard_map over \('data',\)"
         with pytest.raises(ValueError, match=words):
             nested("data", mesh)(X.reshape(2, 8))
 

@@ -345,7 +345,7 @@ class TestErrors:
     def test_under_a_shard_map_over_the_same_axis(self):
         specs = {"in_specs": P("data"), "out_specs": P("data")}
         inside = jax.shard_map(self.chunked(), mesh=mesh_of(3), **specs)
-        words = r"chunked_vmap: mesh= .* inside of a jax.shard_map over \('data',\)"
+        words = r"chunked_vmap: mesh= .* inside a jax.shard_map over \('data',\)"
         with pytest.raises(ValueError, match=words):
             jax.jit(inside)(self.x)
 

@@ -121,9 +121,8 @@ class TestErrors:
         ],
     )
     def test_a_text_is_a_number_with_a_unit(self, text):
-        with pytest.raises(
-            ValueError, match=r"not an amount of memory. Give .* Units are B, kB, MB"
-        ):
+        words = r"not an amount of memory. Give .* Units are B, kB, MB"
+        with pytest.raises(ValueError, match=words):
             parse_memory(text)
 
     @pytest.mark.parametrize(
@@ -163,5 +162,5 @@ def test_bytes_are_printed_in_binary_units(count, text):
 
 
 @given(st.integers(1, 10**17))
-def test_printed_sizes_parse_to_half_a_percent(count):
+def test_what_is_printed_reads_back_to_half_a_percent(count):
     assert abs(parse_memory(format_bytes(count)) - count) <= 0.005 * count + 1

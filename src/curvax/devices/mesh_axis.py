@@ -231,7 +231,7 @@ class MeshAxis:
         inside = [name for name in self.names if name in manual]
         if inside:
             raise ValueError(
-                f"{where()}: mesh= shards work along {self.names}, but is called inside of a "
+                f"{where()}: mesh= shards work along {self.names}, but is called inside a "
                 f"jax.shard_map over {tuple(manual)}, where each device has its shard already. "
                 f"Leave mesh out there, or call it outside."
             )

@@ -127,7 +127,7 @@ class FunctionLossTag(LossTag):
         arrays: dict[str, Any] = dict(zip(args_names, args, strict=True))
         return FunctionLoss(self._function(), **arrays)
 
-    def bind(self, *args: ArrayLike, args_names: Sequence[str], **params: Any) -> list[Array]:
+    def bind(self, *args: _jax.Value, args_names: Sequence[str], **params: Any) -> list[Array]:
         """Register a loss. The equation, and so the traced program, holds the function."""
         params = {"function": _jax.Same(self._function()), **params}
         return super().bind(*args, args_names=args_names, **params)

@@ -798,7 +798,6 @@ class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
         return -self.dist.log_prob(targets)
 
     def sample(self, rng: Array) -> Array:
-        """Sample targets from the predicted distribution, one per example."""
         return self.dist.sample(seed=rng)
 
     @property

@@ -176,7 +176,7 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
     """Reshape the batch axis of each leaf into two: microbatches, then the examples of each.
 
     An axis of N becomes two of `(M, microbatch_size)` in column-major order: microbatch i holds
-    examples i, i + M, i + 2M, …, as in `microbatch` with `order="strided"`. So
+    examples i, i + M, i + 2M, …, like `microbatch` with `order="strided"`. So
 
         reshape_batch_axis(x, size)[i] == x[i::M]
 
