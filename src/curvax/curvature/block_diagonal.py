@@ -308,9 +308,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             that are called with a `pmap_axis_name`.
         distributed_cache_updates: Whether to distribute cache updates in the same way.
         microbatch_size: Number of examples to process at a time. The result is the same.
-        memory_budget: Memory that an update may use, in place of `microbatch_size`: bytes as a
-            number, a string such as "2GB", or a fraction of the device's memory such as "50%". The
-            largest microbatch that fits is taken.
+        memory_budget: Memory that an update may use, in place of `microbatch_size`: an integer
+            number of bytes, a string such as "2GB", or a fraction of `available_memory()` such as
+            "50%" or 0.5. The largest microbatch that fits is used.
         batch_index: Index of the argument, or several, that hold the batch, which microbatches
             divide. By default the last argument that is not the parameters.
         examples_interact: Whether to allow microbatches for a function whose examples interact, as

@@ -64,9 +64,9 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         auto_register_tags: Has no effect: layers do not matter here.
         microbatch_size: Number of examples to process at a time. If neither this nor a budget is
             given, as many as have `get_max_parallel_elements()` elements.
-        memory_budget: Memory that an update may use, in place of `microbatch_size`: bytes as a
-            number, a string such as "2GB", or a fraction of the device's memory such as "50%". The
-            largest microbatch that fits is taken.
+        memory_budget: Memory that an update may use, in place of `microbatch_size`: an integer
+            number of bytes, a string such as "2GB", or a fraction of `available_memory()` such as
+            "50%" or 0.5. The largest microbatch that fits is used.
         auto_register_kwargs: Further options of layer detection; see `curvax.auto_register_tags`.
 
     Examples:

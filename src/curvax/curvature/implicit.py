@@ -71,9 +71,9 @@ class ImplicitExactCurvature:
             along the leading axis of its arrays; random keys and arrays without axes are passed
             unchanged, like all other arguments.
         memory_budget: Memory that a product may use, in place of `microbatch_size`, in any form
-            that `parse_memory` accepts: bytes as a number, a string such as "2GB", or a fraction of
-            the device's memory such as "50%". The microbatch is the largest for which the product,
-            compiled by itself, allocates no more.
+            that `parse_memory` accepts: an integer number of bytes, a string such as "2GB", or a
+            fraction of `available_memory()` such as "50%" or 0.5. The microbatch is the largest for
+            which the product, compiled by itself, allocates no more.
 
     Raises:
         TypeError: If `microbatch_size` is not an integer.
