@@ -1,6 +1,6 @@
 """The arguments of a call to a map: which leaves are batched, and along which axis.
 
-All errors about axes and lengths are raised here, in terms of the user's own parameter names and
+All errors about axes and lengths are raised here, by the names that the user gave parameters and
 leaf paths. Downstream, a map sees a flat list of arrays, an axis for each, and one length.
 """
 

@@ -46,7 +46,8 @@ def fit(
             if isinstance(latest, StepResultWithFuncState):
                 named = {"func_state": latest.func_state}
             try:
-                latest = step(latest.params, latest.state, key, data_iterator=batches, **named)
+                found = step(latest.params, latest.state, key, data_iterator=batches, **named)
+                latest = type(latest)(*found)  # A user-supplied `step` may return a plain tuple.
                 bar.show(latest.stats)
                 is_stopped = callback is not None and callback(
                     latest.params, latest.state, latest.stats
