@@ -7,7 +7,7 @@ import sys
 import pytest
 
 # JAX and NumPy may load more of themselves.
-CORE = {"curvax", "jax", "jaxlib", "numpy", "tqdm"}
+CORE = {"curvax", "jax", "jaxlib", "jaxtyping", "numpy", "tqdm", "wadler_lindig"}
 
 PROBE = """
 import json, sys

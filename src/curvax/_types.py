@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array as Array
 from jax.typing import ArrayLike as ArrayLike, DTypeLike as DTypeLike
+from jaxtyping import Float as Float
 
 PyTree: TypeAlias = Any
 """A pytree as JAX defines it, with arrays for leaves unless stated otherwise."""

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from curvax._errors import where
 from curvax._reports import table
 from curvax._tree import Static
-from curvax._types import Array, Fun, PyTree, TreeDef
+from curvax._types import Array, Float, Fun, PyTree, TreeDef
 from curvax.curvature.backward_passes import (
     AverageUpdate,
     Layers,
@@ -770,7 +770,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
         return tuple(block.eigenvalues(present(x), use_cached) for block, x in blocks)
 
-    def eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> Array:
+    def eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> Float[Array, " n"]:
         """Return the eigenvalues of all blocks, in the order of `blocks`.
 
         Arguments:
@@ -823,7 +823,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
         return tuple(block.to_dense_matrix(present(x)) for block, x in blocks)
 
-    def to_dense_matrix(self, state: BlockDiagonalState) -> Array:
+    def to_dense_matrix(self, state: BlockDiagonalState) -> Float[Array, "n n"]:
         """Return the block-diagonal matrix, dense, with zeros between the blocks.
 
         Arguments:

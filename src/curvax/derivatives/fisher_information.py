@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from curvax import _jax
 from curvax._errors import where
 from curvax._tree import leaf_name
-from curvax._types import Array, Fun, PyTree
+from curvax._types import Array, Float, Fun, PyTree
 from curvax.derivatives.arguments import (
     Options,
     Point,
@@ -46,7 +46,7 @@ def fisher_information(
     objective: Objective = "memory",
     mesh: Mesh | None = None,
     axis: Axis | None = None,
-) -> tuple[Array, Unflatten]:
+) -> tuple[Float[Array, "n n"], Unflatten]:
     """Compute the empirical Fisher information: the sum over data of outer products of scores.
 
     Equal to

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from curvax._errors import where
-from curvax._types import Array, Fun, PyTree, Size
+from curvax._types import Array, Float, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     Options,
     Point,
@@ -55,7 +55,7 @@ def gauss_newton(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> tuple[Array, Unflatten]:
+) -> tuple[Float[Array, "n n"], Unflatten]:
     """Compute the Gauss-Newton matrix `Jᵀ W J` of a residual function, without its Jacobian.
 
     Equal to

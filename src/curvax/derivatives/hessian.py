@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from curvax import _jax, _slicing
 from curvax._errors import where
-from curvax._types import Array, Fun, PyTree, Size
+from curvax._types import Array, Float, Fun, PyTree, Size
 from curvax.derivatives.arguments import (
     ColumnOptions,
     Options,
@@ -54,6 +54,9 @@ from curvax.maps.chunking import map_indices, reduce_indices
 from curvax.memory.budget import Budget
 from curvax.memory.compiled import Objective
 
+Matrix: TypeAlias = Float[Array, "n n"] | ZarrArray
+"""A Hessian, in memory or on disk."""
+
 
 @overload
 def hessian(
@@ -66,7 +69,7 @@ def hessian(
     has_aux: Literal[False] = False,
     out: None = None,
     **options: Unpack[ColumnOptions],
-) -> tuple[Array, Unflatten]: ...
+) -> tuple[Float[Array, "n n"], Unflatten]: ...
 @overload
 def hessian(
     f: Fun,
@@ -78,7 +81,7 @@ def hessian(
     has_aux: Literal[True],
     out: None = None,
     **options: Unpack[ColumnOptions],
-) -> tuple[Array, Unflatten, PyTree]: ...
+) -> tuple[Float[Array, "n n"], Unflatten, PyTree]: ...
 @overload
 def hessian(
     f: Fun,
@@ -114,7 +117,7 @@ def hessian(
     has_aux: bool = False,
     out: str | PathLike[str] | None = None,
     **options: Unpack[ColumnOptions],
-) -> tuple[Array | ZarrArray, Unflatten] | tuple[Array | ZarrArray, Unflatten, PyTree]: ...
+) -> tuple[Matrix, Unflatten] | tuple[Matrix, Unflatten, PyTree]: ...
 def hessian(
     f: Fun,
     x: PyTree,
@@ -133,7 +136,7 @@ def hessian(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     replicated: bool = False,
-) -> tuple[Array | ZarrArray, Unflatten] | tuple[Array | ZarrArray, Unflatten, PyTree]:
+) -> tuple[Matrix, Unflatten] | tuple[Matrix, Unflatten, PyTree]:
     """Compute the Hessian of a scalar function `f` at `x`, a block of it at a time.
 
     Equal to

@@ -47,7 +47,9 @@ def fit(
                 named = {"func_state": latest.func_state}
             try:
                 found = step(latest.params, latest.state, key, data_iterator=batches, **named)
-                latest = type(latest)(*found)  # A user-supplied `step` may return a plain tuple.
+                latest = type(latest)._make(
+                    found
+                )  # A user-supplied `step` may return a plain tuple.
                 bar.show(latest.stats)
                 is_stopped = callback is not None and callback(
                     latest.params, latest.state, latest.stats

@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from curvax._cpu import all_finite
-from curvax._types import Array, PyTree
+from curvax._types import Array, Float, PyTree
 from curvax.curvature.blocks.data import EstimationData, data_of_uses, sums_of_data
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
 from curvax.curvature.linalg.tasks import MatrixTask, run_matrix_tasks
@@ -765,7 +765,7 @@ class CurvatureBlock(abc.ABC):
     def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         """Compute `eigenvalues` without the scale."""
 
-    def to_dense_matrix(self, state: BlockState) -> Array:
+    def to_dense_matrix(self, state: BlockState) -> Float[Array, "n n"]:
         """Return the matrix, with rows and columns in the order of `ravel_pytree`."""
         multiply = lambda x: self.multiply(state, self.unflattened(x), 0.0, True, False)
         identity = jnp.eye(self.dim, dtype=self.dtype)

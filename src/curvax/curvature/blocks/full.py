@@ -7,7 +7,7 @@ from typing import cast
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._types import Array, PyTree
+from curvax._types import Array, Float, PyTree
 from curvax.curvature.blocks.base import (
     BlockState,
     MatrixPower,
@@ -184,7 +184,7 @@ class Full(ExampleGradientBlock):
         del uses
         return [terms.of_cotangents / batch_size]
 
-    def to_dense_matrix(self, state: BlockState) -> Array:
+    def to_dense_matrix(self, state: BlockState) -> Float[Array, "n n"]:
         matrix = _matrix(state)
         return self.ravelled(matrix * jnp.asarray(self.scale(state, False)).astype(matrix.dtype))
 
