@@ -171,7 +171,7 @@ def gauss_newton(
 
 
 def _weight(
-    weight: Array | Fun | None, residuals: Point
+    weight: ArrayLike | Fun | None, residuals: Point
 ) -> tuple[Array | None, Callable[[Array | None, PyTree], PyTree]]:
     """Return the weight as an array, if it is one, and a function that applies it to residuals."""
     if weight is None or callable(weight):

@@ -406,7 +406,9 @@ class TwoKroneckerFactored(CurvatureBlock):
         sides = self._kronecker.inputs, self._kronecker.outputs
         return [sides[0].diagonal(inputs), sides[1].diagonal(outputs), *rest]
 
-    def statistics(self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState) -> Statistics:
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
         del state
         is_swapped, dtype = self._is_swapped(use), self.dtype
         inputs, outputs = self._sides(is_swapped)
@@ -421,7 +423,7 @@ class TwoKroneckerFactored(CurvatureBlock):
             FactorKey("outputs", is_swapped): Statistic(of_output, "cotangents"),
         }
 
-    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState) -> Sums:
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state
         terms = Sums([], [])
         for is_swapped in self._orientations(uses):
