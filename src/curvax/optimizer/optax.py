@@ -152,8 +152,7 @@ def kfac(
         function = ValueFunction(value_and_grad, False, False, False, **config.sizes)
         return KFAC.for_function(config, function, func_args, axis=axis_name)
 
-    process = config.batch_process_func or (lambda batch: batch)
-    loss = _MaskedLoss(loss_fn, example_batch, process, axis_name, build)
+    loss = _MaskedLoss(loss_fn, example_batch, config.batch_process_func, axis_name, build)
 
     def init(params: PyTree) -> KFACState:
         rng, init_rng = jax.random.split(jax.random.key(seed))
@@ -268,7 +267,7 @@ def scale_by_kfac(
         func = ValueFunction(value_and_grad, False, False, False).for_estimator(None, func_args)
         return Preconditioner.for_function(config, func, func_args, axis_name)
 
-    loss = _MaskedLoss(loss_fn, example_batch, lambda batch: batch, axis_name, build)
+    loss = _MaskedLoss(loss_fn, example_batch, None, axis_name, build)
 
     def init(params: PyTree) -> ScaleByKFACState:
         rng, init_rng = jax.random.split(jax.random.key(seed))
@@ -371,7 +370,7 @@ class _MaskedLoss(Generic[T]):
         self,
         loss_fn: Fun,
         example_batch: PyTree,
-        process: Callable[[PyTree], PyTree],
+        batch_process_func: Callable[[PyTree], PyTree] | None,
         axis_name: str | None,
         build: Callable[[Fun, Sequence[PyTree]], T],
     ) -> None:
@@ -385,7 +384,7 @@ class _MaskedLoss(Generic[T]):
             return loss_fn(_merge(params, full_params), batch)
 
         self._value_and_grad = jax.value_and_grad(loss)
-        self._example_batch, self._process = example_batch, process
+        self._example_batch, self._batch_process_func = example_batch, batch_process_func
         self._axis_name, self._build = axis_name, build
         self._traced: T | None = None
 
@@ -417,6 +416,14 @@ class _MaskedLoss(Generic[T]):
                 f"batch=batch). In a chain, optax passes it on."
             )
         return params, full_params if is_masked else (), self._process(batch)
+
+    def _process(self, batch: PyTree) -> PyTree:
+        """Apply `batch_process_func` to a batch, or abstractly to the shapes of one."""
+        if self._batch_process_func is None:
+            return batch
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            return jax.eval_shape(self._batch_process_func, batch)
+        return self._batch_process_func(batch)
 
 
 def _merge(params: PyTree, full_params: PyTree) -> PyTree:
