@@ -248,6 +248,8 @@ def _along(*names: str, last: int = 0) -> Rule:
     def rule(node: Node, operands: Sequence[MaybeExamples]) -> Followed:
         ndim = len(node.inputs[0].shape)
         given: Any = next((node.params[name] for name in names if name in node.params), None)
+        if given is None and last == 0:
+            return ProblemKind.NOT_FOLLOWED  # A JAX version with another name for the parameter.
         if given is None:
             axes = tuple(range(ndim - last, ndim))
         else:
