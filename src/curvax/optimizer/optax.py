@@ -92,11 +92,12 @@ def kfac(
         loss_fn: A function of the parameters and a batch, which registers a loss and returns the
             mean over the batch.
         example_batch: A batch, or the shapes of one, to trace the function with.
-        learning_rate: A number or a schedule, a function of the step. None if it is adaptive.
+        learning_rate: A number or a schedule, a function of the index of the step, 0 for the first
+            one. None if it is adaptive.
         momentum: A number or a schedule. None if it is adaptive.
         damping: A number or a schedule. None if it is adaptive.
-        example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` needs all
-            of them, too, as `full_params=`.
+        example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` also
+            needs all of them, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
             batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimation modes that sample.
@@ -207,15 +208,15 @@ def scale_by_kfac(
     `curvature + (damping + l2_reg) * identity`, where the curvature is an exponential moving
     average over batches. It does nothing else: chain it with momentum, a learning rate, clipping or
     weight decay. A non-finite gradient becomes zero, and its batch is left out of the average; a
-    gradient that becomes non-finite by preconditioning becomes zero, too.
+    gradient that becomes non-finite by preconditioning also becomes zero.
 
     Arguments:
         loss_fn: A function of the parameters and a batch, which registers a loss and returns the
             mean over the batch.
         example_batch: A batch, or the shapes of one, to trace the function with.
-        damping: A number or a schedule, a function of the step.
+        damping: A number or a schedule, a function of the index of the step, 0 for the first one.
         example_params: All parameters, for `optax.masked(scale_by_kfac(…), mask)`. Then `update`
-            needs all of them, too, as `full_params=`.
+            also needs all of them, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
             batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimation modes that sample.
@@ -398,7 +399,11 @@ class _MaskedLoss(Generic[T]):
         return self._traced
 
     def arguments(self, params: PyTree, full_params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
-        """Return the arguments of the traced function, with the batch processed."""
+        """Return the arguments of the traced function: `(params, full_params, batch)`.
+
+        The batch is that after `batch_process_func`; `full_params` is `()` unless a mask hides
+        parameters. Raises if something is missing.
+        """
         if params is None:
             raise ValueError(
                 f"{where()}: update needs the parameters: update(gradient, state, params, "
@@ -407,8 +412,9 @@ class _MaskedLoss(Generic[T]):
         is_masked = _is_masked(params)
         if is_masked and full_params is None:
             raise ValueError(
-                f"{where()}: a mask hides some parameters, on which the loss depends, too. Pass "
-                f"all of them as example_params= here and as full_params= to update."
+                f"{where()}: optax.masked hides some parameters, but the loss still needs them. "
+                f"Pass all parameters as example_params= to the constructor and as full_params= "
+                f"to update."
             )
         if batch is None:
             raise ValueError(
