@@ -34,7 +34,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PLAIN = frozenset(filter(None, os.environ.get("CURVAX_PLAIN", "").split(",")))
-"""Names of the functions whose plain formulation is used on CPUs too; "1" stands for all."""
+"""Names of the functions whose plain formulation is also used on CPUs; "1" stands for all."""
 
 
 def is_forced_plain(name: str) -> bool:

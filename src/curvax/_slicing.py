@@ -163,7 +163,7 @@ def save_all_but_reads(
 
     This is a policy for `jax.checkpoint`. A gather with all three promises is a `read`: indexing in
     `jax.numpy` never promises that its indices are in bounds. The outputs of `differentiated_as`
-    count as reads too. Complex residuals are recomputed, because a checkpoint with a policy fails
+    also count as reads. Complex residuals are recomputed, because a checkpoint with a policy fails
     to save them: it cannot reduce their precision (JAX 0.10 to 0.12).
     """
     is_read = (

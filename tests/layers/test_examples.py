@@ -123,7 +123,7 @@ class TestLossesWithRowsForPositions:
 
     def test_positions_that_are_apart_are_examples(self):
         """But for those that have a parameter of their own."""
-        along = "examples unknown: they are along an axis that the parameters have, too"
+        along = "examples unknown: they are along an axis that the parameters also have"
         assert self.found(jnp.tanh) == [("scale_and_shift_tag", along), ("embedding_tag", "")]
 
     def test_positions_that_are_mixed(self):
@@ -134,5 +134,5 @@ class TestLossesWithRowsForPositions:
 def test_a_parameter_for_each_example():
     f = lambda p, x: register(x * p["s"] + p["t"])
     params = {"s": Q, "t": W0}
-    unknown = "examples unknown: they are along an axis that the parameters have, too"
+    unknown = "examples unknown: they are along an axis that the parameters also have"
     assert rows(f, params, normal(9, 5, 4)) == [("scale_and_shift_tag", unknown)] * 2

@@ -150,6 +150,22 @@ def test_a_scan_of_updates_and_shapes_for_a_batch():
     assert_same(found, run(transformation, 4)[0], 1e-9, 1e-10)
 
 
+def test_batch_process_func_applies_to_the_shapes_of_a_batch():
+    """Here it changes the structure of the batch: `init` must trace with its result."""
+    batch = make_batch()
+    raw = {"batch": jax.tree.map(lambda x: 2 * x, batch)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), raw)
+    halve = lambda raw: jax.tree.map(lambda x: x / 2, raw["batch"])
+    params = make_params()
+    gradient = jax.grad(loss)(params, batch)
+
+    def updates(transformation, batch):
+        return transformation.update(gradient, transformation.init(params), params, batch=batch)[0]
+
+    found = updates(curvax.kfac(loss, shapes, **VALUES, **EXACT, batch_process_func=halve), raw)
+    assert_same(found, updates(curvax.kfac(loss, batch, **VALUES, **EXACT), batch), 1e-9, 1e-10)
+
+
 def test_missing_and_wrong_arguments_are_rejected():
     params, batch = make_params(), make_batch()
     gradient = jax.grad(loss)(params, batch)

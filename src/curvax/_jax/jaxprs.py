@@ -91,7 +91,7 @@ def is_literal(x: object) -> TypeGuard[core.Literal]:
 
 Kind = Literal["plain", "call", "checkpoint", "custom", "scan", "opaque"]
 """The role of an equation's inner jaxpr: there is none; it is called; it is rematerialised in the
-backward pass; it has a derivative rule; it is the body of a scan; or something else."""
+backward pass; it has a derivative rule; it is the body of a scan; or another one."""
 
 
 _KINDS: dict[str, tuple[Kind, str]] = {

@@ -524,7 +524,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             rng: Random key, for blocks with a random initial value.
             func_args: Arguments of the function, to trace it with.
             exact_powers_to_cache: Exact matrix powers that `update_cache` will compute: a number, a
-                sequence of numbers, or None. Others can be cached too, but they change the
+                sequence of numbers, or None. Others can also be cached, but they change the
                 structure of the state.
             approx_powers_to_cache: Approximate matrix powers that `update_cache` will compute.
             cache_eigenvalues: Whether `update_cache` will compute eigenvalues.
@@ -634,12 +634,12 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
                 one for each block.
             exact_powers: Exact matrix powers to cache: a number, a sequence of numbers, or None.
             approx_powers: Approximate matrix powers to cache.
-            eigenvalues: Whether to cache the eigenvalues too.
+            eigenvalues: Whether to also cache the eigenvalues.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
             blocks: Indices of the blocks to update; None for all.
 
         Returns:
-            The state with a new cache. Entries that `init` did not announce are added.
+            The state with a new cache. Entries that were not listed in `init` are added.
 
         Examples:
             >>> import jax

@@ -276,7 +276,7 @@ def _of_one_loss(losses: Losses, index: int, cotangents: tuple[Array, ...]) -> C
     ]
 
 
-# Losses without a predictive distribution have no Fisher matrix: reading it is an error.
+# Losses without a predictive distribution have no Fisher matrix: reading it raises.
 
 
 def _factor(loss: LossFunction, matrix: str) -> Callable[[Array], tuple[Array, ...]]:

@@ -19,11 +19,15 @@ StateT = TypeVar("StateT")
 class CurvatureEstimator(abc.ABC, Generic[StateT]):
     """An estimate of the curvature matrix of the losses that a function registers.
 
+    This class is abstract: use `BlockDiagonalCurvature` or `ExplicitExactCurvature`. A subclass
+    implements `dim`, `init`, `multiply_matpower`, `eigenvalues`, `update_curvature_matrix_estimate`
+    and `update_cache`.
+
     The objective is the mean over the batch of the weighted sum of all registered losses. The state
     of an estimator holds the estimate, and a cache of matrix powers and eigenvalues that only
     `update_cache` recomputes. The state is a pytree. Its structure is constant, so that
-    `jax.lax.scan` can carry it, unless `update_cache` computes an entry that `init` did not
-    announce.
+    `jax.lax.scan` can carry it, unless `update_cache` computes an entry that was not listed in
+    `init`.
 
     Arguments:
         func: The model function, which registers at least one loss.
@@ -74,7 +78,7 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             rng: Random key, for representations with a random initial value.
             func_args: Arguments of the function, to trace it with.
             exact_powers_to_cache: Exact matrix powers that `update_cache` will compute: a number, a
-                sequence of numbers, or None. Others can be cached too, but they change the
+                sequence of numbers, or None. Others can also be cached, but they change the
                 structure of the state.
             approx_powers_to_cache: Approximate matrix powers that `update_cache` will compute.
             cache_eigenvalues: Whether `update_cache` will compute eigenvalues.
@@ -293,9 +297,9 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
                 one for each block.
             exact_powers: Exact matrix powers to cache: a number, a sequence of numbers, or None.
             approx_powers: Approximate matrix powers to cache.
-            eigenvalues: Whether to cache the eigenvalues too.
+            eigenvalues: Whether to also cache the eigenvalues.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
 
         Returns:
-            The state with a new cache. Entries that `init` did not announce are added.
+            The state with a new cache. Entries that were not listed in `init` are added.
         """

@@ -61,13 +61,15 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         layer_tag_to_block_ctor: A block class under "generic_tag", in place of `NaiveFull`.
         index_to_block_ctor: A block class under the tuple of the indices of all parameters, in
             place of `NaiveFull`.
-        auto_register_tags: Has no effect: layers do not matter here.
+        auto_register_tags: Has no effect: all parameters are in one block, whatever their layers.
         microbatch_size: Number of examples to process at a time. If neither this nor a budget is
             given, as many as have `get_max_parallel_elements()` elements.
         memory_budget: Memory that an update may use, in place of `microbatch_size`: an integer
             number of bytes, a string such as "2GB", or a fraction of `available_memory()` such as
             "50%" or 0.5. The largest microbatch that fits is used.
-        auto_register_kwargs: Further options of layer detection; see `curvax.auto_register_tags`.
+        auto_register_kwargs: Further arguments of `curvax.auto_register_tags`, such as
+            `through_custom_derivatives`. `register_only_generic` and `allow_unused_params` are
+            always True.
 
     Examples:
         >>> import jax

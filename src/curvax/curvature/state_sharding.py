@@ -683,19 +683,23 @@ def _sharded(state: BlockDiagonalState) -> ShardedState:
 
 
 def whole_state(estimator: BlockDiagonalCurvature, state: BlockDiagonalState) -> BlockDiagonalState:
-    """Return the replicated state, that of `BlockDiagonalCurvature`, from one with all rows.
+    """Return the state in the layout of `BlockDiagonalCurvature`.
+
+    Inverse of `split_state`.
 
     Arguments:
         estimator: The estimator.
-        state: A state with all rows, sharded over any number of devices, or replicated already.
+        state: A state sharded over any number of devices, as global arrays (not the local shard
+            inside `shard_map`); or one in the layout of `BlockDiagonalCurvature` already.
 
     Returns:
-        The replicated state.
+        The state in that layout.
 
     Raises:
-        ValueError: If the state is one of another model.
+        ValueError: If the state belongs to a different model.
     """
     blocks, states = estimator.blocks or (), list(state.blocks_states)
+    # A replicated state has no number of shards: any will do, to check the shapes of its factors.
     shards = _shards_of(blocks, num_shards(state) or 1)
     if isinstance(state, ShardedState):
         _check_rows(state, [shard.num_rows for shard in shards])
@@ -713,19 +717,21 @@ def split_state(
     exact_powers: Powers,
     approx_powers: Powers,
 ) -> ShardedState:
-    """Return the estimator's state with all rows, on the host, from a replicated one.
+    """Return the sharded state, as global arrays, from one of `BlockDiagonalCurvature`.
+
+    Inverse of `whole_state`.
 
     Arguments:
         estimator: The estimator.
-        state: A replicated state.
-        exact_powers: Exact powers that `init` announces, which the cache must hold.
-        approx_powers: Approximate powers that `init` announces, which the cache must hold.
+        state: A state in the layout of `BlockDiagonalCurvature`.
+        exact_powers: Exact powers that were listed in `init`, which the cache must hold.
+        approx_powers: Approximate powers that were listed in `init`, which the cache must hold.
 
     Returns:
-        The state, for `jax.device_put` with `state_specs`.
+        The state, not yet sharded: pass it to `jax.device_put` with `state_specs`.
 
     Raises:
-        ValueError: If the state is one of another model, or its cache holds other powers.
+        ValueError: If the state belongs to a different model, or its cache holds other powers.
     """
     states = [x for x in state.blocks_states if x is not None]
     _check_shapes(estimator.shards, states, estimator.num_blocks)

@@ -343,7 +343,7 @@ def advised(
 ) -> Generator[None]:
     """Explain an error inside the block if the function lacks the derivatives taken there.
 
-    If the block raises, `reason` tries these derivatives alone. If they fail too, `advice` tries
+    If the block raises, `reason` tries these derivatives alone. If they also fail, `advice` tries
     alternatives and returns what works, which becomes the error message. Any other error, of JAX or
     of the user-supplied function, propagates unchanged.
     """

@@ -295,7 +295,8 @@ def hessian_diagonal(
     Arguments:
         f: A function of a pytree to a real scalar.
         x: A pytree of real floating-point arrays, possibly of different dtypes.
-        nbatches: Number of blocks of columns, computed one after the other.
+        nbatches: Number of blocks of columns, computed one after the other. By default there is
+            one block: without a size or a budget, all products exist at once.
         jit: Whether to compile the computation.
         checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
             instead of saved, which takes less memory and more time.
@@ -320,8 +321,8 @@ def hessian_diagonal(
         `replicated=True`, and if the number of devices does not divide the length of that axis.
 
     Raises:
-        ValueError: If there are more blocks than parameters, more than one size is given, a budget
-            or a mesh is combined with `jit=False`, the mesh does not have the axis, `x` is
+        ValueError: If there are more blocks than elements of `x`, more than one size is given, a
+            budget or a mesh is combined with `jit=False`, the mesh does not have the axis, `x` is
             committed to other devices, or processes disagree on shapes.
         TypeError: If `x` is not real floating-point, or `f` does not return a real scalar.
         MemoryBudgetError: If not even blocks of one column fit the budget.

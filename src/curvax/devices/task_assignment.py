@@ -42,7 +42,7 @@ def with_replicated_arrays(fun: Callable[..., T], *args: PyTree) -> Callable[...
     arrays = [_jax.kept_replicated(x) for x in program.consts]
 
     def replicated(*args: PyTree) -> T:
-        # Constrain them inside too; otherwise the use of a result could shard them there.
+        # Also constrain them inside; otherwise the use of a result could shard them there.
         results = traced(*map(_jax.kept_replicated, arrays), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), map(_jax.kept_replicated, results))
 

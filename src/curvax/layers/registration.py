@@ -49,14 +49,32 @@ from curvax.losses.tag import noted_registrations
 class RegistrationError(ValueError):
     """Parameters or losses could not be registered as requested.
 
+    Whatever traces a function that registers losses raises it: `auto_register_tags`,
+    `explain_registration`, `layer_tags_vjp`, `loss_tags_vjp`, `Optimizer` and the curvature
+    estimators. The causes:
+
+    - The function registers no loss, or JAX dropped one from a traced gradient.
+    - A loss has no derivative in any parameter, or is computed from mutable references.
+    - A loss or a layer is registered inside a `cond`, a `while` loop, a `shard_map`, or a function
+      with custom derivatives.
+    - No loss depends on some parameter, and `allow_unused_params` is False.
+    - A parameter is in several tagged layers, and `allow_multiple_registrations` is False.
+    - With `strict`, a parameter is not part of a known kind of layer.
+    - Without `auto_register_tags`, a parameter is in no tagged layer.
+
     Examples:
+        >>> import textwrap
         >>> import jax.numpy as jnp
         >>> import curvax
         >>> try:
         ...     curvax.explain_registration(lambda w, x: x @ w, (jnp.ones(3), jnp.ones((2, 3))))
         ... except curvax.RegistrationError as error:
-        ...     print(str(error)[:62])
-        curvax.explain_registration: the function registers no loss. C
+        ...     print(textwrap.fill(str(error), 80))
+        curvax.explain_registration: the function registers no loss. Call one of
+        curvax.register_* (such as curvax.register_squared_error_loss) on its
+        predictions. If it does and a gradient is traced, JAX may have dropped it inside
+        `jit`, `checkpoint` or `scan` (which are traced only once): register outside
+        them.
     """
 
 
@@ -418,7 +436,7 @@ def auto_register_tags(
             tagged. (Uses that are found always form one layer.)
         graph_matcher_rules: How to compare a program with user-supplied patterns.
         graph_patterns: Patterns to look for, in order of precedence.
-        strict: Whether a parameter that is not part of a known kind of layer is an error.
+        strict: Whether to raise if a parameter is not part of a known kind of layer.
         through_custom_derivatives: Whether to look for layers inside functions with custom
             derivatives. Their rules are then not used: JAX differentiates through their bodies.
         allow_unused_params: Whether there may be parameters that no loss depends on. They are then

@@ -97,13 +97,15 @@ embedding_tag = LayerTag("embedding_tag", num_inputs=1, num_outputs=1)
 
 
 def register_generic(parameter: Array) -> Array:
-    """Tag a parameter of which nothing is known but that it is one.
+    """Tag a parameter as belonging to no known layer.
+
+    Detection then skips it, and it gets the generic block (`NaiveDiagonal` by default).
 
     Arguments:
         parameter: The parameter, before anything is computed from it.
 
     Returns:
-        The parameter. Compute with what is returned: what is done with the argument is not seen.
+        The tagged parameter. Use it in place of the argument.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -66,7 +66,7 @@ def checkpointed_scan(
     except for the residuals that its gradient saves. N steps run as scans nested `levels` deep,
     each of about N^(1/levels) rounds. The gradient holds the carries of one scan at each level and
     the residuals of one innermost scan: O(levels · N^(1/levels)) instead of O(N), for `levels - 1`
-    additional forward passes. Forward mode and second derivatives work too.
+    additional forward passes. Forward mode and second derivatives also work.
 
     One level is `jax.lax.scan`, which saves the residuals of every step. Two levels are
     `checkpoint_chunked_scan` with chunks of about √N. The gradient with respect to `xs` is as large
@@ -301,7 +301,7 @@ def checkpoint_chunked_scan(
     of all intermediates of every step. The backward pass rematerialises one chunk at a time. So N
     steps in chunks of c hold N/c carries and the residuals of c steps: chunks of √N need O(√N)
     memory instead of O(N), for one additional forward pass. Forward mode and second derivatives
-    work too.
+    also work.
 
     Arguments:
         f: Body of the scan, `(carry, x) -> (carry, y)`. It is traced once.

@@ -23,14 +23,16 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
     """The negative log-probability of a class, as a function of the logits of all classes.
 
     With `p = softmax(logits)` that is `-log(p[target])`. The Fisher matrix of one example is
-    `diag(p) − p pᵀ`.
+    `diag(p) − p pᵀ`. In a model, register it by `register_softmax_cross_entropy_loss` or
+    `register_categorical_predictive_distribution`.
 
     Arguments:
         logits: Predictions, with classes along the last axis.
         targets: Indices of the true classes: integers of shape `logits.shape[:-1]`. The loss of an
-            index out of range is NaN.
+            index out of range is NaN. None if there are none: value and gradient need targets,
+            sampling and curvature do not.
         mask: Zeros and ones, or booleans, of shape `logits.shape[:-1]`. Where the mask is zero, so
-            are the loss, its gradient and its curvature.
+            are the loss, its gradient and its curvature. None masks nothing.
         weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:
@@ -94,7 +96,7 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
     def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
         """Compute the negative log-probability of each example's class, zero where masked."""
         assert targets is not None  # `needs_targets`
-        # Masked entries are replaced first: 0 * NaN is NaN, in the gradient too.
+        # Masked entries are replaced first: 0 * NaN is NaN, also in the gradient.
         unmasked = type(self)(self._kept(self._logits))
         return self._kept(-unmasked.dist.log_prob(self._kept(jnp.asarray(targets))))
 
@@ -127,13 +129,15 @@ class OneHotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
     Equal to `CategoricalLogitsNegativeLogProbLoss` for one-hot targets. Targets may also be
     probabilities of the classes that sum to one; the loss is then the cross-entropy between the two
-    distributions, `-sum(targets * log(softmax(logits)))`.
+    distributions, `-sum(targets * log(softmax(logits)))`. In a model, register it by
+    `register_softmax_cross_entropy_loss` with such targets.
 
     Arguments:
         logits: Predictions, with classes along the last axis.
-        targets: One-hot vectors or probabilities, of the shape of the logits.
+        targets: One-hot vectors or probabilities, of the shape of the logits. None if there are
+            none: value and gradient need targets, sampling and curvature do not.
         mask: Zeros and ones, or booleans, of shape `logits.shape[:-1]`. Where the mask is zero, so
-            are the loss, its gradient and its curvature.
+            are the loss, its gradient and its curvature. None masks nothing.
         weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
     Examples:

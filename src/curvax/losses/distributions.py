@@ -130,7 +130,7 @@ class Categorical:
         log_probs, classes = jax.nn.log_softmax(widened(self.logits)), jnp.asarray(value)
         nearest = jnp.clip(classes, 0, log_probs.shape[-1] - 1)
         chosen = jnp.take_along_axis(log_probs, nearest[..., None], axis=-1)[..., 0]
-        # As a factor, NaN reaches the gradient too.
+        # As a factor, NaN also reaches the gradient.
         exists = jnp.where(classes == nearest, 1, jnp.nan)
         return (chosen * exists).astype(self.logits.dtype)
 

@@ -38,8 +38,12 @@ class LossFunction(abc.ABC):
     Arguments:
         weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
 
+    Attributes:
+        needs_targets: Whether the loss cannot be evaluated without targets.
+        least_axes: Minimum number of axes of a prediction, the batch axis included.
+
     Examples:
-        The loss `cosh(prediction)`. Its second derivative is `cosh(prediction)` too.
+        The loss `cosh(prediction)`. Its second derivative is also `cosh(prediction)`.
 
         >>> import jax.numpy as jnp
         >>> import curvax
@@ -67,10 +71,7 @@ class LossFunction(abc.ABC):
     """
 
     needs_targets: bool = False
-    """Whether the loss cannot be evaluated without targets."""
-
     least_axes: int = 1
-    """Minimum number of axes of a prediction, the batch axis included."""
 
     def __init__(self, weight: ArrayLike) -> None:
         self._weight = weight
@@ -149,13 +150,18 @@ class LossFunction(abc.ABC):
         """
 
     def checked_inputs(self, parameter_dependants: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the arrays as a tuple, after checking that they are as many as this loss has.
+        """Return `parameter_dependants` as a tuple; raise if there are too many or too few.
+
+        For use in `copy_with_different_inputs`. Only their number is checked, not their shapes.
 
         Arguments:
-            parameter_dependants: Arrays that replace `parameter_dependants`.
+            parameter_dependants: Arrays that replace those of the loss.
+
+        Returns:
+            The arrays, unchanged.
 
         Raises:
-            ValueError: If there are more or fewer arrays.
+            ValueError: If their number differs from `num_parameter_dependants`.
         """
         given, expected = len(parameter_dependants), self.num_parameter_dependants
         if given != expected:

@@ -40,7 +40,9 @@ def register_squared_error_loss(
 ) -> Array:
     """Register the loss `weight * ‖target − prediction‖²`, averaged over the batch.
 
-    If your loss has a factor of 0.5 before the square, pass `weight=0.5`. The loss is registered as
+    The squared norm sums over all axes but the first. If your loss has a factor of 0.5 before the
+    square, pass `weight=0.5`; if it is `jnp.mean((prediction - targets) ** 2)` with k outputs per
+    example, pass `weight=1 / k`. The loss is registered as
     a `NormalMeanNegativeLogProbLoss` of variance 0.5, which differs from it by a constant.
 
     Arguments:
@@ -252,7 +254,9 @@ def register_categorical_predictive_distribution(
 ) -> Array:
     """Register categorical distributions as the predictions of a model.
 
-    Equal to `register_softmax_cross_entropy_loss`. For independent binary labels use
+    Equal to `register_softmax_cross_entropy_loss`: it registers the negative log-probability of the
+    targets as a `CategoricalLogitsNegativeLogProbLoss` or, with targets of the logits' shape, as a
+    `OneHotCategoricalLogitsNegativeLogProbLoss`. For independent binary labels use
     `register_multi_bernoulli_predictive_distribution`.
 
     Arguments:
@@ -274,15 +278,16 @@ def register_categorical_predictive_distribution(
         ValueError: If targets, mask or weight have a wrong shape, or the weight is negative.
 
     Examples:
-        Curvature can be sampled without targets.
+        Curvature can be sampled without targets, so only the training loss reads them.
 
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import curvax
-        >>> def predict(w, x):
-        ...     return curvax.register_categorical_predictive_distribution(x @ w)
-        >>> args = jnp.array([[0.0, -100.0]]), jnp.ones((3, 1))
-        >>> (registered,), _ = curvax.loss_tags_vjp(predict)(args)
+        >>> def loss(w, x, y):
+        ...     logits = curvax.register_categorical_predictive_distribution(x @ w)
+        ...     return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
+        >>> args = jnp.array([[0.0, -100.0]]), jnp.ones((3, 1)), jnp.array([0, 0, 0])
+        >>> (registered,), _ = curvax.loss_tags_vjp(loss)(args)
         >>> registered.sample(jax.random.key(0))
         Array([0, 0, 0], dtype=int32)
     """
@@ -433,8 +438,8 @@ def _check_weight(weight: ArrayLike, predictions: Array) -> Array:
     array = _scalar_or_per_example(weight, "weight", predictions)
     if _is_known(weight) and np.any(np.less(weight, 0)):
         raise ValueError(
-            f"{where()}: weight must not be negative, got {weight!r}: curvature would be negative "
-            f"too. Put the sign into the loss itself."
+            f"{where()}: weight must not be negative, got {weight!r}: curvature would also be "
+            f"negative. Put the sign into the loss itself."
         )
     return array
 

@@ -29,7 +29,8 @@ class LossTag(Tag):
         predictions = tag.bind(*arrays, args_names=names)
 
     The tag computes nothing. It returns the arrays that depend on the model's parameters, in a
-    list.
+    list. Compute the loss from these: where a gradient is traced, JAX may drop a tag whose results
+    are unused.
 
     Arguments:
         cls: The class of the loss, a subclass of `LossFunction`.

@@ -40,6 +40,13 @@ class AccumulationType(Enum):
     microbatches. Half-precision outputs are accumulated in float32 and returned in their own
     dtype. Integers are summed as by `jnp.sum`.
 
+    Attributes:
+        MEAN: Mean over examples, accumulated as a sum and divided once at the end.
+        SUM: Sum over microbatches; over examples in `micro_vmap` and `micro_grad`.
+        RUNNING_MEAN: Mean over examples, kept as a mean at every step so that no sum grows with the
+            batch.
+        CONCAT: One row for each example, in the order of the examples in the batch.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import AccumulationType, micro_vmap
@@ -51,16 +58,9 @@ class AccumulationType(Enum):
     """
 
     MEAN = auto()
-    """Mean over examples, accumulated as a sum and divided once at the end."""
-
     SUM = auto()
-    """Sum over microbatches; over examples in `micro_vmap` and `micro_grad`."""
-
     RUNNING_MEAN = auto()
-    """Mean over examples, kept as a mean at every step so that no sum grows with the batch."""
-
     CONCAT = auto()
-    """One row for each example, in the order of the examples in the batch."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Accumulator:
 
 # Reducers fold the values of successive chunks into a carry. A reducer is built for values of known
 # shape (`like`). With `per_example=True` values have examples along their leading axis, which is
-# reduced too. Half-precision sums are accumulated in float32.
+# also reduced. Half-precision sums are accumulated in float32.
 
 
 @runtime_checkable

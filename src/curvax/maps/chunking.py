@@ -267,7 +267,7 @@ def map_chunks(
         sharding.check_limit(limit, plan)
         vmap_fn = _on_local_shard(vmap_fn, sharding)
     limit = check_limit(limit, plan)
-    plan = _contiguous_if_equal(plan, accumulator, limit, sharding)
+    plan = _contiguous_unless_observable(plan, accumulator, limit, sharding)
     # Values have examples along axis 0; the reducer moves them to `out_axes`.
     examples_first = jax.tree.map(lambda axis: 0, out_axes)
     once = trace_once(
@@ -329,14 +329,15 @@ def reduce_indices(
     return reduce_chunks(compute, (indices,), (0,), plan, make_reducer)
 
 
-def _contiguous_if_equal(
+def _contiguous_unless_observable(
     plan: ChunkPlan, accumulator: PyTree, limit: Size | None, sharding: BatchSharding | None
 ) -> ChunkPlan:
-    """Return a contiguous plan, which reads rows without a scattered gather, if results are equal.
+    """Return a contiguous plan in place of a strided one where only rounding can tell them apart.
 
-    The order of examples is observable only if the loop stops early, or by an `Accumulator`. An
-    even strided plan is kept nevertheless: it keeps a sharded batch axis sharded, and whether the
-    axis is sharded is unknown at trace time, unless the arrays are local shards under `shard_map`.
+    It reads rows by a slice, not a gather. The order of examples is observable only if the loop
+    stops early, or by an `Accumulator`. An even strided plan is kept nevertheless: it keeps a
+    sharded batch axis sharded, and whether the axis is sharded is unknown at trace time, unless the
+    arrays are local shards under `shard_map`.
     """
     is_observable = limit is not None or any(
         isinstance(kind, Accumulator) for kind in jax.tree.leaves(accumulator)
@@ -344,6 +345,8 @@ def _contiguous_if_equal(
     keeps_sharded = len(plan.runs()) == 1 and sharding is None
     if plan.order == "contiguous" or is_observable or keeps_sharded:
         return plan
+    # Balanced, so that no chunk is larger than those of the strided plan, which differ by at most
+    # one example.
     return ChunkPlan(plan.length, plan.size).balanced()
 
 

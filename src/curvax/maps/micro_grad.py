@@ -25,6 +25,11 @@ from curvax.memory.compiled import Objective, PlanFor, check_budget, plan_call
 class PerExample(NamedTuple):
     """Per-example results of `micro_grad`, with examples along the leading axis, in batch order.
 
+    Attributes:
+        values: Value of the function.
+        metrics: Output of `metrics_fn` on the gradient.
+        aux: Auxiliary output of the function, None without `has_aux`.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import micro_grad
@@ -35,13 +40,8 @@ class PerExample(NamedTuple):
     """
 
     values: PyTree
-    """Value of the function."""
-
     metrics: PyTree
-    """Output of `metrics_fn` on the gradient."""
-
     aux: PyTree
-    """Auxiliary output of the function, None without `has_aux`."""
 
 
 def _identity(gradient: PyTree) -> PyTree:

@@ -40,7 +40,7 @@ def micro_vmap(
     Equal to
 
         outputs = jax.vmap(fun, in_axes, out_axes)(*args, **kwargs)
-        result = accumulator over the examples of outputs (CONCAT: outputs as they are)
+        result = outputs  # CONCAT; or their SUM, MEAN, … over the examples
 
     except that only one microbatch of outputs, and of the intermediates of `fun`, exists at a time.
     `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
@@ -55,26 +55,28 @@ def micro_vmap(
             pytree prefix of the argument. Keyword arguments are mapped over axis 0.
         out_axes: Where the mapped axis appears in concatenated outputs: an integer, None for an
             output that is the same for every example, or a pytree prefix of the outputs. Reduced
-            outputs have no such axis; for them any integer will do.
+            outputs have no such axis: their entry is ignored, but must be an integer.
         microbatch_size: Maximum number of examples to compute at once. None computes all.
-        vmap_fn: A function with the signature of `jax.vmap`, called by position with a function
-            of the batched leaves alone, a tuple of their axes, and `out_axes`; for example
-            `functools.partial(jax.vmap, spmd_axis_name="data")`.
-        accumulator: An `AccumulationType`, an `Accumulator`, or a pytree of these that is a
-            prefix of the outputs.
+        vmap_fn: A function with the signature of `jax.vmap`, called as
+            `vmap_fn(f, in_axes, out_axes)`; for example
+            `functools.partial(jax.vmap, spmd_axis_name="data")`. `f` takes the batched leaves as
+            separate arguments, `in_axes` is a tuple of their axes, and `out_axes` has the structure
+            of yours with every integer replaced by 0.
+        accumulator: An `AccumulationType` (MEAN, SUM, RUNNING_MEAN or CONCAT), an `Accumulator`,
+            or a pytree of these that is a prefix of the outputs.
         num_real_microbatches: Number of microbatches to run, the first ones in the given order.
-            SUM and the means are then over the examples that ran, and CONCAT returns zeros for the
-            others. A Python int shortens the program. A traced value lets one program serve every
-            number, but has no reverse-mode derivative. On a mesh of D devices the
-            microbatches are those of one device with a `microbatch_size` D times as large; this
-            requires a "strided" order and a number of examples that is divisible by D times the
-            microbatch size.
+            The others are padding, and are skipped: SUM and the means are over the examples of real
+            microbatches, and CONCAT returns zeros for the other examples. A Python int shortens the
+            program. A traced value lets one program serve every number, but has no reverse-mode
+            derivative. On a mesh of D devices, microbatch i is the union of microbatch i of every
+            device, as on one device with D times the `microbatch_size`. This requires a "strided"
+            order and a number of examples that is divisible by D times the microbatch size.
         order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
             string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
-            memory. The largest microbatch is chosen with which a call, compiled by itself,
-            allocates no more.
+            memory. The largest microbatch size is chosen for which the call, compiled by
+            itself, stays within it.
         plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
             its reverse-mode derivative with respect to all arrays it depends on.
         objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is

@@ -60,25 +60,27 @@ def microbatch(
 
     Arguments:
         fun: Function of one or more batches, and of any other arguments.
-        argnums: Indices of the parameters that are batches. They may be passed by keyword too.
+        argnums: Indices of the positional arguments that are batches. They may also be passed by
+            keyword.
         microbatch_size: Maximum number of examples in a microbatch. None runs the full batch.
-        accumulator: An `AccumulationType`, an `Accumulator`, or a pytree of these that is a
-            prefix of the outputs.
-        argnames: Names of further parameters that are batches. They may be passed by position too.
+        accumulator: An `AccumulationType` (MEAN, SUM, RUNNING_MEAN or CONCAT), an `Accumulator`,
+            or a pytree of these that is a prefix of the outputs.
+        argnames: Names of further arguments that are batches. They may also be passed by position.
         in_axes: The batch axis of all batch arguments, or a sequence with an entry for each of
             `argnums` and then of `argnames`; an entry may be a pytree prefix of the argument,
             with None for leaves that are not batched.
         num_real_microbatches: Number of microbatches to run, the first ones in the given order.
-            SUM and the means are then over those, and CONCAT returns zeros for the other examples.
-            A Python int shortens the program. A traced value lets one program serve every number,
-            but has no reverse-mode derivative. On a mesh each device runs that many microbatches of
-            its shard; this requires a "strided" order and microbatches of equal size.
+            The others are padding, and are skipped: SUM and the means are over real microbatches,
+            and CONCAT returns zeros for the other examples. A Python int shortens the program. A
+            traced value lets one program serve every number, but has no reverse-mode derivative. On
+            a mesh each device runs that many microbatches of its shard; this requires a "strided"
+            order and microbatches of equal size.
         order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
             string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
-            memory. The largest microbatch is chosen with which a call, compiled by itself,
-            allocates no more.
+            memory. The largest microbatch size is chosen for which the call, compiled by
+            itself, stays within it.
         plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
             its reverse-mode derivative with respect to all arrays it depends on.
         objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is

@@ -26,9 +26,9 @@ class Device(Protocol):
 def available_memory(device: Device | None = None) -> int:
     """Return the number of bytes that can still be allocated on a device.
 
-    On an accelerator, this is its limit minus the bytes in use. On a CPU, it is the minimum of the
-    memory that the system has available, of the rest that the control groups (version 1 or 2) of
-    the process allow, and of the rest of its address-space limit.
+    On an accelerator, this is its limit minus the bytes in use, by `device.memory_stats()`. On a
+    CPU, it is the smallest of three amounts: the memory that the system has available, what the
+    process's cgroup limits (version 1 or 2) leave, and what its address-space limit leaves.
 
     Arguments:
         device: A `jax.Device`, None for JAX's default device.

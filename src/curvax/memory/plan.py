@@ -133,8 +133,17 @@ class Trial:
 class MemoryPlan:
     """The size chosen for a memory budget, and the measurements behind it.
 
-    A plan can be printed, compared and plotted. Calling it runs the compiled program on arguments
-    with the shapes and dtypes that it was planned for.
+    A plan is returned by `plan_batch_size`. It can be printed, compared and plotted. Calling it
+    runs the compiled program on arguments with the shapes and dtypes that it was planned for.
+
+    Attributes:
+        batch_size: The chosen size: the largest found to fit, or one that is expected to be fast.
+        num_batches: Number of batches of that size that cover `max_size`.
+        usage: Memory usage of the program of that size.
+        budget_bytes: The memory budget, an upper bound on `usage.added_bytes`.
+        trials: All compiled sizes, each with its `size` and `usage`, in the order of compilation.
+        max_size: The `max_size` that was given.
+        executable: The compiled program, as a function of the leaves of its arguments.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -149,25 +158,12 @@ class MemoryPlan:
     """
 
     batch_size: int
-    """The chosen size: the largest found to fit, or one that is expected to be fast."""
-
     num_batches: int
-    """Number of batches of that size that cover `max_size`."""
-
     usage: MemoryUsage
-    """Memory usage of the program of that size."""
-
     budget_bytes: int
-    """The memory budget, an upper bound on `usage.added_bytes`."""
-
     trials: tuple[Trial, ...]
-    """All compiled sizes, in the order of compilation."""
-
     max_size: int
-    """The largest useful size."""
-
     executable: Executable | None = field(default=None, compare=False, repr=False)
-    """The compiled program, as a function of the leaves of its arguments."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the compiled program.
@@ -252,7 +248,7 @@ def plan_batch_size(
         build: Return the function to compile, given a size.
         args: Positional arguments of that function: arrays, `jax.ShapeDtypeStruct`s, tracers, or
             pytrees of these. Nothing is run.
-        max_size: The largest useful size.
+        max_size: The largest size to consider, such as the number of examples.
         memory_budget: Bytes that a call may allocate besides its arguments: an int, a string
             with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available memory.
         kwargs: Keyword arguments of that function, of the same kinds.

@@ -26,6 +26,18 @@ ArrayOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 class MemoryUsage:
     """The memory of a compiled program, in bytes; of a sharded one, on one device.
 
+    Returned by `memory_usage`.
+
+    Attributes:
+        argument_bytes: Size of the inputs: the arguments, and the arrays that the function closes
+            over.
+        output_bytes: Size of the outputs.
+        temp_bytes: Peak size of the temporaries.
+        alias_bytes: Size of the outputs that are written into donated arguments.
+        scratch_bytes: Estimated upper bound on what library calls allocate themselves, which the
+            compiler does not report. It comes from formulas fitted to measurements. Less than half
+            a MiB counts as zero.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from curvax import memory_usage
@@ -37,20 +49,10 @@ class MemoryUsage:
     """
 
     argument_bytes: int
-    """Size of the inputs: the arguments, and the arrays that the function closes over."""
-
     output_bytes: int
-    """Size of the outputs."""
-
     temp_bytes: int
-    """Peak size of the temporaries."""
-
     alias_bytes: int = 0
-    """Size of the outputs that are written into donated arguments."""
-
     scratch_bytes: int = 0
-    """Bound on what library calls allocate themselves, which the compiler does not report. The
-    bound is by formulas fitted to measurements. Less than half a MiB counts as zero."""
 
     @property
     def added_bytes(self) -> int:
@@ -197,7 +199,11 @@ class Program:
         return Program(pull_back, self.consts, (*self.leaves, *cotangents), gradients)
 
     def compile(self) -> Executable:
-        """Compile the program with options under which the reported memory usage is complete."""
+        """Compile with XLA options that keep library calls visible to `memory_analysis`.
+
+        Unused arguments are kept (`keep_unused`), so that `argument_bytes` counts all constants and
+        leaves: they exist, whether the program reads them or not.
+        """
         num_consts = len(self.consts)
         platform = jax.default_backend()
         compiled = (
@@ -215,7 +221,7 @@ def _inexact_indices(arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
     return [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-# Python scalars are traced too, as under `jax.jit`.
+# Python scalars are also traced, as under `jax.jit`.
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
 
 
@@ -307,15 +313,15 @@ PANEL = 64
 
 
 def library_scratch(compiled: Compiled, platform: str) -> int:
-    """Return the peak number of bytes that library calls of a compiled program allocate.
+    """Return a bound on the bytes that library calls of a compiled program allocate at a time.
 
     Calls are assumed not to overlap. Independent calls could, but the buffers in which XLA keeps
-    their results rarely allow for it.
+    their results rarely allow for it. Calls whose shapes the HLO text does not show are left out.
     """
     if platform != "cpu":
         return 0
-    calls = _calls(compiled.as_text() or "")
-    peak = max((_FORMULAS[call.name](call) for call in calls), default=0)
+    calls = _library_calls(compiled.as_text() or "")
+    peak = max((_FORMULAS[call.opcode](call) for call in calls), default=0)
     return peak if peak >= NEGLIGIBLE else 0
 
 
@@ -332,11 +338,11 @@ class _Shape(NamedTuple):
 class _Call(NamedTuple):
     """An HLO instruction that a library may run."""
 
-    name: str
+    opcode: str
     output: _Shape
     operands: Sequence[_Shape]
-    text: str
-    """The attributes: the rest of its line after the operands."""
+    attributes: str
+    """The rest of its line after the operands."""
     is_ynn: bool
     """Whether YNNPACK runs it."""
 
@@ -345,11 +351,13 @@ _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _FUSION = re.compile(r"kind=(\w+), calls=%?([\w.-]+)")
-_WANTED = {"dot", "convolution", "fft", "sort", "custom-call"}
 
 
-def _calls(text: str) -> Iterator[_Call]:
-    """Yield the instructions in the HLO text of a program that a library may run."""
+def _library_calls(text: str) -> Iterator[_Call]:
+    """Yield the instructions in the HLO text of a program that a library may run.
+
+    Instructions with an operand whose shape is not found in the text are dropped.
+    """
     shapes: dict[str, _Shape] = {}
     fusions: dict[str, str] = {}
     candidates: list[tuple[str, str, str, str, str]] = []
@@ -362,22 +370,23 @@ def _calls(text: str) -> Iterator[_Call]:
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
-        name, type_, operation, operands, rest = match.groups()
+        name, type_, opcode, operands, rest = match.groups()
         shape = _SHAPE.search(type_)
         if shape is not None:  # The first one, if there are several results.
             shapes[name] = _Shape(shape.group(1), _integers(shape.group(2)))
-        if operation == "fusion":
+        if opcode == "fusion":
             fusions |= {called: kind for kind, called in _FUSION.findall(rest)}
-        elif operation in _WANTED:
-            candidates.append((computation, operation, name, operands, rest))
-    for computation, operation, name, operands, rest in candidates:
+        elif opcode in _FORMULAS:
+            candidates.append((computation, opcode, name, operands, rest))
+    for computation, opcode, name, operands, rest in candidates:
         kind = fusions.get(computation)
         if kind is not None and kind != "kCustom":
             continue  # Part of a fused loop, for which XLA generates code.
         given = [shapes.get(x.split()[-1].lstrip("%")) for x in operands.split(",") if x.strip()]
         known = [x for x in given if x is not None]
         if name in shapes and len(known) == len(given):
-            yield _Call(operation, shapes[name], known, rest, kind is not None)
+            is_ynn = kind == "kCustom"  # On CPU, custom fusions are YNNPACK's ("__ynn_fusion").
+            yield _Call(opcode, shapes[name], known, rest, is_ynn)
 
 
 def _dot(call: _Call) -> int:
@@ -410,14 +419,14 @@ def _contraction(m: int, n: int, k: int, size: int) -> int:
 def _convolution(call: _Call) -> int:
     """Return the scratch bytes of a convolution: the kernel contracted with all windows."""
     image, kernel = call.operands[:2]
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", call.text)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", call.attributes)
     if labels is None or image.itemsize > 4:  # XLA generates code for float64.
         return 0
     kernel_labels, output_labels = labels.group(2), labels.group(3)
     channels = kernel.dims[kernel_labels.index("o")]
     k = math.prod(kernel.dims) // max(1, channels)
     positions = math.prod(call.output.dims) // max(1, call.output.dims[output_labels.index("f")])
-    groups = re.search(r"(?:feature|batch)_group_count=(\d+)", call.text)
+    groups = re.search(r"(?:feature|batch)_group_count=(\d+)", call.attributes)
     count = int(groups.group(1)) if groups is not None else 1
     if channels == 1:  # A matrix-vector product.
         return _threads() * BLOCKS
@@ -444,7 +453,7 @@ def _fft(call: _Call) -> int:
 def _sort(call: _Call) -> int:
     """Return the scratch bytes of a stable sort: 16 bytes per element of a row and operand."""
     axes = _attribute(call, "dimensions")
-    if not axes or not call.output.dims or "is_stable=true" not in call.text:
+    if not axes or not call.output.dims or "is_stable=true" not in call.attributes:
         return 0
     return 16 * call.output.dims[axes[0]] * len(call.operands)
 
@@ -454,7 +463,7 @@ def _custom_call(call: _Call) -> int:
 
     On two cores up to four were measured at once.
     """
-    target = re.search(r'custom_call_target="lapack_([sdcz])(\w+?)(?:_ffi)?"', call.text)
+    target = re.search(r'custom_call_target="lapack_([sdcz])(\w+?)(?:_ffi)?"', call.attributes)
     if target is None or not call.operands or len(call.operands[0].dims) < 2:
         return 0
     kind, routine = target.groups()
@@ -485,7 +494,7 @@ _FORMULAS: Mapping[str, Callable[[_Call], int]] = {
 
 
 def _attribute(call: _Call, name: str) -> tuple[int, ...]:
-    match = re.search(rf"\b{name}={{([\d,]*)}}", call.text)
+    match = re.search(rf"\b{name}={{([\d,]*)}}", call.attributes)
     return _integers(match.group(1)) if match is not None else ()
 
 

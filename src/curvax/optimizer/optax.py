@@ -92,11 +92,12 @@ def kfac(
         loss_fn: A function of the parameters and a batch, which registers a loss and returns the
             mean over the batch.
         example_batch: A batch, or the shapes of one, to trace the function with.
-        learning_rate: A number or a schedule, a function of the step. None if it is adaptive.
+        learning_rate: A number or a schedule, a function of the index of the step, 0 for the first
+            one. None if it is adaptive.
         momentum: A number or a schedule. None if it is adaptive.
         damping: A number or a schedule. None if it is adaptive.
-        example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` needs all
-            of them, too, as `full_params=`.
+        example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` also
+            needs all of them, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
             batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimation modes that sample.
@@ -152,8 +153,7 @@ def kfac(
         function = ValueFunction(value_and_grad, False, False, False, **config.sizes)
         return KFAC.for_function(config, function, func_args, axis=axis_name)
 
-    process = config.batch_process_func or (lambda batch: batch)
-    loss = _MaskedLoss(loss_fn, example_batch, process, axis_name, build)
+    loss = _MaskedLoss(loss_fn, example_batch, config.batch_process_func, axis_name, build)
 
     def init(params: PyTree) -> KFACState:
         rng, init_rng = jax.random.split(jax.random.key(seed))
@@ -208,15 +208,15 @@ def scale_by_kfac(
     `curvature + (damping + l2_reg) * identity`, where the curvature is an exponential moving
     average over batches. It does nothing else: chain it with momentum, a learning rate, clipping or
     weight decay. A non-finite gradient becomes zero, and its batch is left out of the average; a
-    gradient that becomes non-finite by preconditioning becomes zero, too.
+    gradient that becomes non-finite by preconditioning also becomes zero.
 
     Arguments:
         loss_fn: A function of the parameters and a batch, which registers a loss and returns the
             mean over the batch.
         example_batch: A batch, or the shapes of one, to trace the function with.
-        damping: A number or a schedule, a function of the step.
+        damping: A number or a schedule, a function of the index of the step, 0 for the first one.
         example_params: All parameters, for `optax.masked(scale_by_kfac(…), mask)`. Then `update`
-            needs all of them, too, as `full_params=`.
+            also needs all of them, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the
             batch along it. The gradient that `update` is given must be averaged over it already.
         seed: Seed of the random numbers of estimation modes that sample.
@@ -268,7 +268,7 @@ def scale_by_kfac(
         func = ValueFunction(value_and_grad, False, False, False).for_estimator(None, func_args)
         return Preconditioner.for_function(config, func, func_args, axis_name)
 
-    loss = _MaskedLoss(loss_fn, example_batch, lambda batch: batch, axis_name, build)
+    loss = _MaskedLoss(loss_fn, example_batch, None, axis_name, build)
 
     def init(params: PyTree) -> ScaleByKFACState:
         rng, init_rng = jax.random.split(jax.random.key(seed))
@@ -371,7 +371,7 @@ class _MaskedLoss(Generic[T]):
         self,
         loss_fn: Fun,
         example_batch: PyTree,
-        process: Callable[[PyTree], PyTree],
+        batch_process_func: Callable[[PyTree], PyTree] | None,
         axis_name: str | None,
         build: Callable[[Fun, Sequence[PyTree]], T],
     ) -> None:
@@ -385,7 +385,7 @@ class _MaskedLoss(Generic[T]):
             return loss_fn(_merge(params, full_params), batch)
 
         self._value_and_grad = jax.value_and_grad(loss)
-        self._example_batch, self._process = example_batch, process
+        self._example_batch, self._batch_process_func = example_batch, batch_process_func
         self._axis_name, self._build = axis_name, build
         self._traced: T | None = None
 
@@ -399,7 +399,11 @@ class _MaskedLoss(Generic[T]):
         return self._traced
 
     def arguments(self, params: PyTree, full_params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
-        """Return the arguments of the traced function, with the batch processed."""
+        """Return the arguments of the traced function: `(params, full_params, batch)`.
+
+        The batch is that after `batch_process_func`; `full_params` is `()` unless a mask hides
+        parameters. Raises if something is missing.
+        """
         if params is None:
             raise ValueError(
                 f"{where()}: update needs the parameters: update(gradient, state, params, "
@@ -408,8 +412,9 @@ class _MaskedLoss(Generic[T]):
         is_masked = _is_masked(params)
         if is_masked and full_params is None:
             raise ValueError(
-                f"{where()}: a mask hides some parameters, on which the loss depends, too. Pass "
-                f"all of them as example_params= here and as full_params= to update."
+                f"{where()}: optax.masked hides some parameters, but the loss still needs them. "
+                f"Pass all parameters as example_params= to the constructor and as full_params= "
+                f"to update."
             )
         if batch is None:
             raise ValueError(
@@ -417,6 +422,14 @@ class _MaskedLoss(Generic[T]):
                 f"batch=batch). In a chain, optax passes it on."
             )
         return params, full_params if is_masked else (), self._process(batch)
+
+    def _process(self, batch: PyTree) -> PyTree:
+        """Apply `batch_process_func` to a batch, or abstractly to the shapes of one."""
+        if self._batch_process_func is None:
+            return batch
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            return jax.eval_shape(self._batch_process_func, batch)
+        return self._batch_process_func(batch)
 
 
 def _merge(params: PyTree, full_params: PyTree) -> PyTree:

@@ -68,14 +68,15 @@ class Optimizer:
 
         direction = (C + (damping + l2_reg) * identity) ** -1 @ g
         update = -learning_rate * direction + momentum * last_update
+        params = params + update
 
     Losses are registered in `value_func_for_estimator` if that is given; else in the function that
     `jax.value_and_grad` was applied to; else in `value_and_grad_func` itself, as with a
-    `jax.custom_jvp` whose rule registers.
+    `jax.custom_jvp` whose JVP rule registers a loss.
 
     A step with a non-finite loss, gradient or update is skipped: parameters and the state of the
     function stay as they are, and the damping increases for the following steps. If the loss or the
-    gradient is not finite, the curvature stays as it is, too; otherwise the momentum is reset to
+    gradient is not finite, the curvature also stays as it is; otherwise the momentum is reset to
     zero.
 
     `step` returns a dictionary of statistics:
@@ -106,15 +107,15 @@ class Optimizer:
         value_func_has_rng: Whether the function takes `rng`.
         use_adaptive_learning_rate: Whether each step uses the learning rate that minimises a
             quadratic model of the loss with the exact curvature. For batches that hardly differ.
-        learning_rate_schedule: A function of the step. Without a schedule or an adaptive learning
-            rate, pass the learning rate to `step`.
+        learning_rate_schedule: A function of the index of the step, 0 for the first one. Without a
+            schedule or an adaptive learning rate, pass the learning rate to `step`.
         use_adaptive_momentum: Whether each step uses the momentum that minimises that model.
-        momentum_schedule: A function of the step. Without a schedule or an adaptive momentum, pass
-            the momentum to `step`.
+        momentum_schedule: A function of the index of the step, 0 for the first one. Without a
+            schedule or an adaptive momentum, pass the momentum to `step`.
         use_adaptive_damping: Whether to adapt the damping by the Levenberg-Marquardt rule, which
             compares the change of the loss with the change that a quadratic model predicts.
-        damping_schedule: A function of the step. Without a schedule or an adaptive damping, pass
-            the damping to `step`.
+        damping_schedule: A function of the index of the step, 0 for the first one. Without a
+            schedule or an adaptive damping, pass the damping to `step`.
         initial_damping: Initial value of the adaptive damping.
         min_damping: Lower bound on the adaptive damping.
         max_damping: Upper bound on the adaptive damping.
@@ -143,14 +144,20 @@ class Optimizer:
             effect at once.
         batch_process_func: Applied to each batch before it is used.
         register_only_generic: Whether to treat all parameters as generic ones.
-        patterns_to_skip: Names of the kinds of layers that are not detected.
-        auto_register_kwargs: Further arguments of `auto_register_tags`, and `examples_interact` of
-            `BlockDiagonalCurvature`.
+        patterns_to_skip: Names of the kinds of layers that are not detected: those of
+            `DEFAULT_GRAPH_PATTERNS`, such as "dense_with_bias", "conv2d_no_bias" or
+            "scale_and_shift_broadcast_1", and "embedding", "conv_with_bias" and "conv_no_bias".
+        auto_register_kwargs: Further arguments of `auto_register_tags`
+            (`allow_multiple_registrations`, `graph_matcher_rules`, `graph_patterns`,
+            `through_custom_derivatives`, `allow_unused_params`), and `examples_interact` of
+            `BlockDiagonalCurvature`: whether to allow microbatches for a function whose examples
+            interact, as with batch normalisation.
         layer_tag_to_block_ctor: Classes of curvature blocks by layer tag ("dense_tag" or "dense"),
             in place of the default ones.
         multi_device: Whether to shard batches over devices: all of them, or those of `mesh`.
         debug: Whether to run without compiling, on one device.
-        batch_size_extractor: A function from a batch to its number of examples.
+        batch_size_extractor: A function from a batch to its number of examples; by default the
+            length of the leading axis of its arrays, which must agree.
         pmap_axis_name: Name of the mesh axis along which batches are sharded: one of `mesh`, if it
             has several; or that of a `jax.shard_map` or `jax.pmap` around `step`.
         forbid_setting_attributes_after_finalize: Whether attributes can no longer be set once the
@@ -176,7 +183,7 @@ class Optimizer:
         regularized_parameters_path_exclusions: Regular expressions. A parameter whose path, such as
             `['layer']['bias']`, matches one of them is not regularised. The preconditioner leaves
             the regulariser out only for layers all of whose parameters match.
-        strict_registration: Whether a parameter outside the known kinds of layers is an error.
+        strict_registration: Whether to raise if a parameter is outside the known kinds of layers.
         microbatch_size: Number of examples per microbatch, for gradient and curvature. In `aux`,
             real numbers are then averaged, integers summed, and per-example rows concatenated. All
             microbatches get the same `rng`.
@@ -1141,7 +1148,7 @@ def _check_sharding(estimator: BlockDiagonalCurvature, state: EstimatorState) ->
         if count is not None:
             raise ValueError(
                 f"{where()}: the state was made with shard_state=True, and is sharded over {count} "
-                f"devices. Set shard_state=True here, too, or gather it: "
+                f"devices. Also set shard_state=True here, or gather it: "
                 f"state = optimizer.whole_state(state)."
             )
         return

@@ -202,7 +202,7 @@ def cached_entry(cache: Cache | None, key: str, name: str) -> PyTree:
         raise ValueError(
             f"curvax: {key!r} is not in the cache of the block {name}, which has "
             f"{sorted(cache or {})}. Call update_cache with it first; in a loop, whose carry keeps "
-            f"its structure, pass it to init, too."
+            f"its structure, also pass it to init."
         )
     return (cache or {})[key]
 
@@ -245,8 +245,10 @@ class CurvatureBlock(abc.ABC):
     `statistics`, `terms`, `estimate`, `with_cache`, `_multiply_matpower` and `_eigenvalues`.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
 
     Examples:
         A diagonal block with one number per parameter, and a Kronecker-factored block that clips
@@ -601,7 +603,7 @@ class CurvatureBlock(abc.ABC):
             eigenvalues: Whether to compute the eigenvalues.
 
         Returns:
-            The state with a new cache. Entries that were not announced to `init` are added, which
+            The state with a new cache. Entries that were not listed in `init` are added, which
             changes the structure of the state.
         """
         wanted = self.refresh(identity_weight, exact_powers, approx_powers, eigenvalues)

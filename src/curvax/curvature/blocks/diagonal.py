@@ -34,11 +34,14 @@ class Diagonal(ExampleGradientBlock):
     Equal to the diagonal of `Full`.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -120,14 +123,20 @@ class Diagonal(ExampleGradientBlock):
 
 
 class DenseDiagonal(Diagonal):
-    """A `Diagonal` block for dense layers.
+    """The diagonal of the curvature of a dense layer.
+
+    It is the mean over examples of squared gradients of weights and bias. Equal to `Diagonal`,
+    under the name of its layers.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -154,13 +163,16 @@ class Conv2DDiagonal(ChunkedExampleGradientBlock, Diagonal):
     """A `Diagonal` block for convolutions, with per-example gradients computed in chunks.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         max_elements_for_vmap: Maximum number of elements of per-example gradients to hold at once;
-            None for `get_max_parallel_elements()`.
+            None for `get_max_parallel_elements()`, by default 2**23.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -192,11 +204,14 @@ class ScaleAndShiftDiagonal(ScaleAndShiftBlock, Diagonal):
     """A `Diagonal` block for scale-and-shift layers, as in layer normalisation.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -219,13 +234,15 @@ class ScaleAndShiftDiagonal(ScaleAndShiftBlock, Diagonal):
 class NaiveDiagonal(BatchGradientBlock, Diagonal):
     """The diagonal of `g gᵀ / N`, where g is the sum of the gradients of all N examples.
 
-    It needs no per-example gradients and works for any layer. In estimation modes with random signs
-    or sampled targets, products of gradients of different examples have mean zero: they add noise
-    to the estimate, not bias.
+    It needs no per-example gradients and works for any layer. In every estimation mode targets are
+    sampled or gradients have random signs, so products of gradients of different examples have mean
+    zero: they add noise to the estimate, not bias.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         allow_approximation: Has no effect: no per-example gradients are needed.
 
     Examples:

@@ -148,11 +148,14 @@ class DenseEKFAC(_EigenvalueCorrected, DenseTwoKroneckerFactored):
     All of its powers are exact. It needs per-example gradients.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         weight_sharing: "expand" or "reduce", as in Eschenhagen et al. (2023), for layers that are
-            applied at several positions. "expand" takes positions to be independent; "reduce"
-            averages inputs and sums cotangents over the positions of an example first.
+            applied at several positions (pixels or time steps) of an example. "expand" takes
+            positions to be independent; "reduce" averages inputs and sums cotangents over the
+            positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Examples:
@@ -185,11 +188,14 @@ class Conv2DEKFAC(_EigenvalueCorrected, ConvTwoKroneckerFactored):
     All of its powers are exact. It needs per-example gradients.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         weight_sharing: "expand" or "reduce", as in Eschenhagen et al. (2023), for layers that are
-            applied at several positions. "expand" takes positions to be independent; "reduce"
-            averages inputs and sums cotangents over the positions of an example first.
+            applied at several positions (pixels or time steps) of an example. "expand" takes
+            positions to be independent; "reduce" averages inputs and sums cotangents over the
+            positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Examples:

@@ -215,11 +215,14 @@ class ExampleGradientBlock(CurvatureBlock):
     """A block that is estimated from per-example gradients.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent. The
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent. The
             `remarks` say so.
     """
 
@@ -263,10 +266,12 @@ class ChunkedExampleGradientBlock(ExampleGradientBlock):
     """A block that computes per-example gradients in chunks of a given size.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         max_elements_for_vmap: Maximum number of elements of per-example gradients to hold at once;
-            None for `get_max_parallel_elements()`.
+            None for `get_max_parallel_elements()`, by default 2**23.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
             instead of raising an error.
     """

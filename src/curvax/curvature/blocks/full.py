@@ -41,15 +41,24 @@ from curvax.layers.use import LayerUse
 class Full(ExampleGradientBlock):
     """The dense curvature matrix of a layer: the mean over examples of `g gᵀ`.
 
+    Here g is the gradient of one example's loss with respect to the parameters of the layer, for
+    sampled or given targets, by the `estimation_mode`. The modes "exact" and "curvature_prop"
+    replace it by vectors whose outer products sum to the curvature of the example, exactly or in
+    expectation. The matrix has `dim**2` elements, where `dim` is the number of elements of the
+    parameters.
+
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
             are requested, the block caches eigenvalues and eigenvectors instead. None for
             `get_default_eigen_decomposition_threshold()`.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -235,17 +244,24 @@ class Full(ExampleGradientBlock):
 
 
 class DenseFull(Full):
-    """A `Full` block for dense layers.
+    """The dense curvature matrix of a dense layer: the mean over examples of `g gᵀ`.
+
+    Equal to `Full`, under the name of its layers. Here g is the gradient of one example's loss with
+    respect to weights and bias. The matrix has `dim**2` elements, where `dim` is the number of
+    elements of both.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
             are requested, the block caches eigenvalues and eigenvectors instead. None for
             `get_default_eigen_decomposition_threshold()`.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -269,16 +285,24 @@ class DenseFull(Full):
 
 
 class Conv2DFull(ChunkedExampleGradientBlock, Full):
-    """A `Full` block for convolutions, with per-example gradients computed in chunks.
+    """The dense curvature matrix of a convolution: the mean over examples of `g gᵀ`.
+
+    Equal to `Full`, except that the size of the chunks in which per-example gradients are computed
+    is an argument, and that the `eigen_decomposition_threshold` is the default one. Here g is the
+    gradient of one example's loss with respect to kernel and bias. The matrix has `dim**2`
+    elements, where `dim` is the number of elements of both.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         max_elements_for_vmap: Maximum number of elements of per-example gradients to hold at once;
-            None for `get_max_parallel_elements()`.
+            None for `get_max_parallel_elements()`, by default 2**23.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -308,14 +332,17 @@ class ScaleAndShiftFull(ScaleAndShiftBlock, Full):
     """A `Full` block for scale-and-shift layers, as in layer normalisation.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
             are requested, the block caches eigenvalues and eigenvectors instead. None for
             `get_default_eigen_decomposition_threshold()`.
         allow_approximation: Whether to approximate per-example gradients where they are not known,
-            instead of raising an error. If it is not known which positions belong to one example,
-            each position counts as one. Examples that interact are taken to be independent.
+            instead of raising an error. If it is not known which positions (pixels or time steps)
+            belong to one example, each position counts as one. Examples that interact are taken to
+            be independent.
 
     Raises:
         ValueError: If per-example gradients are not known and `allow_approximation` is False.
@@ -338,13 +365,15 @@ class ScaleAndShiftFull(ScaleAndShiftBlock, Full):
 class NaiveFull(BatchGradientBlock, Full):
     """The matrix `g gᵀ / N`, where g is the sum of the gradients of all N examples.
 
-    It needs no per-example gradients and works for any layer. In estimation modes with random signs
-    or sampled targets, products of gradients of different examples have mean zero: they add noise
-    to the estimate, not bias.
+    It needs no per-example gradients and works for any layer. In every estimation mode targets are
+    sampled or gradients have random signs, so products of gradients of different examples have mean
+    zero: they add noise to the estimate, not bias.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         eigen_decomposition_threshold: Maximum number of powers that are cached one by one. If more
             are requested, the block caches eigenvalues and eigenvectors instead. None for
             `get_default_eigen_decomposition_threshold()`.

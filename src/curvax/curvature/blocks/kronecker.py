@@ -269,11 +269,13 @@ class TwoKroneckerFactored(CurvatureBlock):
     that the mean eigenvalues of their two factors agree, and added.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
-        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
-            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
-            over the positions of an example first.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions
+            (pixels or time steps) of an example. "expand" takes positions to be independent;
+            "reduce" averages inputs and sums cotangents over the positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Raises:
@@ -604,11 +606,13 @@ class DenseTwoKroneckerFactored(TwoKroneckerFactored):
     """A `TwoKroneckerFactored` block for dense layers, `y = x @ w + b`.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
-        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
-            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
-            over the positions of an example first.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions
+            (pixels or time steps) of an example. "expand" takes positions to be independent;
+            "reduce" averages inputs and sums cotangents over the positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Raises:
@@ -642,11 +646,13 @@ class EmbeddingTwoKroneckerFactored(TwoKroneckerFactored):
     frequencies of the indices.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
-        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
-            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
-            over the positions of an example first.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions
+            (pixels or time steps) of an example. "expand" takes positions to be independent;
+            "reduce" averages inputs and sums cotangents over the positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Raises:
@@ -681,11 +687,13 @@ class ConvTwoKroneckerFactored(TwoKroneckerFactored):
     `fixed_scale`.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
-        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
-            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
-            over the positions of an example first.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions
+            (pixels or time steps) of an example. "expand" takes positions to be independent;
+            "reduce" averages inputs and sums cotangents over the positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Raises:
@@ -774,11 +782,13 @@ class Conv2DTwoKroneckerFactored(ConvTwoKroneckerFactored):
     `fixed_scale`.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
-        weight_sharing: "expand" or "reduce", for layers that are applied at several positions.
-            "expand" takes positions to be independent; "reduce" averages inputs and sums cotangents
-            over the positions of an example first.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
+        weight_sharing: "expand" or "reduce", for layers that are applied at several positions
+            (pixels or time steps) of an example. "expand" takes positions to be independent;
+            "reduce" averages inputs and sums cotangents over the positions of an example first.
         max_factor_size: Maximum width of a dense factor. A wider one is kept as its diagonal.
 
     Raises:

@@ -25,8 +25,10 @@ class ScaledIdentity(CurvatureBlock):
     With it, the optimizer takes scaled gradient steps for the parameters of a layer.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         scale: The multiple, a positive number.
 
     Raises:

@@ -69,6 +69,9 @@ def set_max_parallel_elements(value: int) -> Setting[int]:
 def get_max_parallel_elements() -> int:
     """Return how many elements of per-example gradients a block holds at once.
 
+    Returns:
+        The value that `set_max_parallel_elements` set, by default 2**23.
+
     Examples:
         >>> import curvax
         >>> curvax.get_max_parallel_elements() == 2**23

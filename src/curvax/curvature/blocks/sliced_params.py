@@ -39,8 +39,10 @@ class SlicedParams(CurvatureBlock):
     """Blocks for all slices of a layer's parameters that are used.
 
     Arguments:
-        layer_tag_eq: The equation of the layer's tag.
-        name: Name of the block, for error messages.
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator. Do not construct
+            blocks yourself: put the class, or a `functools.partial` of it, into
+            `layer_tag_to_block_ctor`.
+        name: Name of the block, for error messages. Passed by the estimator.
         block_ctor: Makes the block of a slice with weights, from an equation and a name.
     """
 

@@ -27,21 +27,22 @@ from curvax.maps.microbatch import microbatch
 def extract_patches(inputs: Array, geometry: ConvGeometry) -> Array:
     """Return all patches of the inputs of a convolution.
 
-    They are the matrix that the kernel is multiplied by: with the kernel as a matrix `w` of shape
-    `(patch size, output channels)`, elements ordered as in `ConvGeometry`,
+    They are the matrix that the kernel is multiplied by. Without groups, and with the kernel as a
+    matrix `w` of shape `(patch size, output channels)`, elements ordered as in `ConvGeometry`,
 
         outputs = extract_patches(inputs, geometry) @ w
 
-    with the positions of an image in the order of the outputs. The kernel's gradient is a sum over
-    positions of outer products of patches and cotangents.
+    with the output positions of an image in the order of the outputs; with groups, this holds for
+    each group and its kernel. The kernel's gradient is a sum over output positions of outer
+    products of patches and cotangents.
 
     Arguments:
         inputs: Inputs of the convolution, in the layout of the geometry.
-        geometry: The convolution, without its kernel.
+        geometry: Kernel shape, strides, padding, dilations, layout and groups of the convolution.
 
     Returns:
-        An array of shape `(images, positions, patch size)`. With several groups, of channels or of
-        images, there is a leading axis for them.
+        An array of shape `(images, output positions, patch size)`. If `feature_group_count` or
+        `batch_group_count` exceeds 1, there is a leading axis of groups.
     """
 
     def patches_of(images: Array) -> Array:
@@ -138,7 +139,7 @@ class Bands:
     Arrays that methods accept and return have no axis of groups.
 
     Attributes:
-        geometry: The convolution, without its kernel.
+        geometry: Kernel shape, strides, padding, dilations, layout and groups of the convolution.
         inputs_shape: Shape of the inputs of the convolution.
         axis: Index of the band axis; None for none, with a single band of complete patches.
         common_terms: Whether blocks with the same distance of offsets have common terms.
@@ -350,10 +351,10 @@ def patch_moment_sums(
 
     Arguments:
         inputs: Inputs of the convolution, in the layout of the geometry.
-        geometry: The convolution, without its kernel.
+        geometry: Kernel shape, strides, padding, dilations, layout and groups of the convolution.
         weights: Weight of each patch, `(images, *spatial)` with the spatial shape of the outputs
             and all images of `inputs`. None means 1.
-        with_first: Whether to compute the sum of patches too.
+        with_first: Whether to also compute the sum of patches.
         precision: Precision of the matrix products, as `lax.dot_general` accepts it.
         chunk_size: Number of images of each group in a chunk. None for a size that is fast.
         unroll_loop: Whether to unroll the loop over chunks. XLA may then compute several chunks

@@ -82,7 +82,7 @@ class ProcessGroup:
         if failed.size:
             raise RuntimeError(
                 f"{where()}: {what} failed in process {', '.join(map(str, failed))}, whose error "
-                f"says why; so process {self.index} gives up, too."
+                f"says why; so process {self.index} also gives up."
             )
         return cast(T, result)
 

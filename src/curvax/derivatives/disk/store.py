@@ -284,23 +284,30 @@ class BlockStore:
             specs: The arrays, each with `length` rows along the common axis.
             axis: The common axis.
             length: Number of rows along the common axis.
-            block_size: Number of rows in a block. None takes the size that the store has.
+            block_size: Number of rows in a block. None takes the size that the store has; a new
+                store needs a size.
             fingerprint: Hash that identifies the computation.
-            overwrite: Whether to replace a Zarr store of a different computation. One of the same
-                computation and block size is resumed all the same.
-            resume: Whether to resume a store of the same computation. Otherwise it is replaced.
+            overwrite: Whether to replace a Zarr store of a different computation or block size, or
+                a damaged one. A store of the same computation and block size is resumed anyway.
+            resume: Whether to resume a store of the same computation. Otherwise it is replaced,
+                even without `overwrite`.
             verify: Whether to read all blocks that are done and check their checksums. Otherwise it
                 is only checked that their chunks exist, have the right size, and end with the
                 checksum in the mark of the block.
 
+        Returns:
+            The store. Its `unfinished` blocks are to be written.
+
         Warns:
-            DamagedStoreWarning: If blocks that were done are damaged. They are unfinished again.
+            DamagedStoreWarning: If blocks that were done are damaged. They count as unfinished.
 
         Raises:
             ImportError: If Zarr is not installed.
             TypeError: If Zarr does not support a dtype.
-            FileExistsError: If there is something else than a Zarr store at `path`.
-            ValueError: If the store is of a different computation, or has another block size.
+            FileExistsError: If there is something other than a Zarr store at `path`.
+            ValueError: If the store is of a different computation, has another block size or
+                damaged metadata, and `overwrite` is False; if the store is new and `block_size` is
+                None; or if an array does not have `length` rows.
         """
         zarr = _import_zarr()
         given = check_size("block_size", block_size)
@@ -322,7 +329,9 @@ class BlockStore:
             recorded = None
         if recorded is None and size is None:
             raise ValueError(f"{where()}: a new store needs a block_size, got None.")
-        store = cls(path, tuple(specs), axis, length, recorded or size or 1)
+        rows_per_block = size if recorded is None else recorded
+        assert rows_per_block is not None  # Checked above.
+        store = cls(path, tuple(specs), axis, length, rows_per_block)
         if recorded is None:
             _create(zarr, store, metadata_of(store.specs, axis, length, fingerprint))
         else:

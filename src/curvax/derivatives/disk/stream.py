@@ -264,7 +264,7 @@ class _Wanted:
 
         Raises:
             ValueError: If it exists and may not be overwritten, but the program calls Python
-                functions: these may have computed something else when it was written.
+                functions: these may have returned other values when it was written.
         """
         recorded = self.recorded_block_size()
         if recorded is None or not self.callbacks:

@@ -238,16 +238,19 @@ def _dot_general(node: Node, operands: Sequence[MaybeExamples]) -> Followed:
     return _combined(found, node)
 
 
-def _along(*names: str, last: int = 0) -> Rule:
+def _rule_for_axes(*names: str, last: int = 0) -> Rule:
     """Return the rule of an operation along some axes, which must not be those of examples.
 
-    Other axes stay, or vanish if the outputs have fewer. The axes are a parameter of one of these
-    names, or the `last` ones.
+    All other axes stay. The operated axes vanish (`reduce_sum`), stay (`cumsum`, `sort`), or are
+    replaced by other trailing axes (`svd`). They are read from the first of the equation's
+    parameters `names` that exists, else they are the last `last` axes.
     """
 
     def rule(node: Node, operands: Sequence[MaybeExamples]) -> Followed:
         ndim = len(node.inputs[0].shape)
         given: Any = next((node.params[name] for name in names if name in node.params), None)
+        if given is None and last == 0:
+            return ProblemKind.NOT_FOLLOWED  # A JAX version with another name for the parameter.
         if given is None:
             axes = tuple(range(ndim - last, ndim))
         else:
@@ -260,10 +263,12 @@ def _along(*names: str, last: int = 0) -> Rule:
                 return ProblemKind.NOT_FOLLOWED
             if any(examples.has_examples(axis) for axis in axes):
                 return ProblemKind.INTERACTION
+            # `()` is size one, so that operands of different sizes along the operated axes compare
+            # equal (`triangular_solve`).
             dims = [() if k in axes else dim for k, dim in enumerate(examples.dims)]
             moved.append(examples.with_dims(dims))
         common = _common(moved, node.inputs[0].shape)
-        if common is None:
+        if common is None:  # No operand has examples.
             return ProblemKind.NOT_FOLLOWED
         if isinstance(common, ProblemKind):
             return common
@@ -444,14 +449,16 @@ _REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REARRANGED, _rearranged),
-    **{f"reduce_{name}": _along("axes") for name in _REDUCTIONS},
-    **dict.fromkeys(["argmax", "argmin"], _along("axes")),
-    **{f"cum{name}": _along("axis") for name in ("sum", "prod", "max", "min", "logsumexp")},
+    **{f"reduce_{name}": _rule_for_axes("axes") for name in _REDUCTIONS},
+    **dict.fromkeys(["argmax", "argmin"], _rule_for_axes("axes")),
+    **{f"cum{name}": _rule_for_axes("axis") for name in ("sum", "prod", "max", "min", "logsumexp")},
     **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min"], _resized_axes),
-    **dict.fromkeys(["cholesky", "eigh", "svd", "qr", "lu", "triangular_solve"], _along(last=2)),
-    "sort": _along("dimension"),
-    "rev": _along("dimensions"),
-    "top_k": _along("axis", last=1),
+    **dict.fromkeys(
+        ["cholesky", "eigh", "svd", "qr", "lu", "triangular_solve"], _rule_for_axes(last=2)
+    ),
+    "sort": _rule_for_axes("dimension"),
+    "rev": _rule_for_axes("dimensions"),
+    "top_k": _rule_for_axes("axis", last=1),
     "dot_general": _dot_general,
     "slice": _slice,
     "split": _slice,

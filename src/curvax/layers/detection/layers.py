@@ -2,7 +2,7 @@
 
 Uses of the same parameters in the same way form one layer. A bias stays with its weights if it goes
 with them in all uses; otherwise it is a layer of its own. A parameter is generic if something else
-consumes it, too, or if its uses are not alike; the layer then says why.
+also consumes it, or if its uses are not alike; the layer then says why.
 """
 
 import itertools

@@ -359,8 +359,8 @@ def _is_inexact(variable: Variable) -> bool:
 # entered, and stays checkpointed or repeated.
 #
 # Hooks can be given arrays by key, and can collect arrays by key. Inside a loop, what is collected
-# gains a leading axis of steps. What is given has one too, and each step gets its slice, unless the
-# hooks say that all steps share it.
+# gains a leading axis of steps. What is given also has one, and each step gets its slice, unless
+# the hooks say that all steps share it.
 
 Given = Mapping[Any, PyTree]
 """Pytrees of arrays for hooks, by key."""

@@ -124,7 +124,7 @@ class LocatedExamples:
                     "they share an axis with positions that cannot be told apart"
                 )
             if any(b.origin is not None for a, b in pairs if a.origin not in use.positions):
-                return self._not_located("they are along an axis that the parameters have, too")
+                return self._not_located("they are along an axis that the parameters also have")
             positions += [(a, b) for a, b in pairs if a.origin in use.positions]
         order = lambda pair: (use.positions.index(pair[0].origin), -pair[0].stride)
         positions.sort(key=order)

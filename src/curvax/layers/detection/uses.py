@@ -462,7 +462,7 @@ class Interpreter:
         return [view if isinstance(view, ParamView) else None for view in views]
 
     def read_elsewhere(self, nodes: Collection[Node], tag: Node | None = None) -> int:
-        """Count the values that some nodes compute from parameters and that others read, too.
+        """Count the values that some nodes compute from parameters and that others also read.
 
         The tag of the nodes, if given, is not counted: others read what it returns.
         """

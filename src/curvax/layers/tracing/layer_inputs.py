@@ -36,16 +36,15 @@ def layer_tags_vjp(
 ) -> Callable[[Sequence[PyTree]], tuple[Losses, LayerVjp]]:
     """Return a function for the values and cotangents at all layers of `func`.
 
-    Equal to `jax.vjp` of the losses of `func` by its parameters and by zeros added to the outputs
-    of its layers.
+    Equal to `jax.vjp` of the predictions (`parameter_dependants`) of the registered losses, with
+    respect to the parameters and to a zero added to each layer output.
 
     Arguments:
         func: Function that registers at least one loss.
         params_index: Index of the argument that holds the parameters.
         auto_register_tags: Whether to look for layers; otherwise there are only those that the
             function tags itself.
-        raise_error_on_diff_jaxpr: Whether it is an error if the function computes something else
-            for arguments of other shapes.
+        raise_error_on_diff_jaxpr: Whether to raise if a later call traces to a different jaxpr.
         auto_registration_kwargs: Keyword arguments of `curvax.auto_register_tags`, such as
             `strict`, `patterns_to_skip` or `allow_unused_params`.
 
@@ -70,8 +69,8 @@ def layer_tags_vjp(
     Raises:
         RegistrationError: If no loss is registered, or one was lost or has no derivative in any
             parameter; if no loss depends on some parameter, or one is in several layers.
-        ValueError: If the function computes something else for other arguments, or if the outputs
-            of a layer are replicated while its losses differ from device to device.
+        ValueError: If a later call traces to a different jaxpr, or if the outputs of a layer are
+            replicated while its losses differ from device to device.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -167,7 +167,8 @@ def loss_tags_vjp(
 ) -> Callable[[Sequence[PyTree]], tuple[Losses, PullBack]]:
     """Return a function for vector-Jacobian products from the losses of `func` to its parameters.
 
-    Equal to `jax.vjp` of the function from the parameters to what its losses depend on.
+    Equal to `jax.vjp` of the function from the parameters to the predictions
+    (`parameter_dependants`) of its registered losses.
 
     Arguments:
         func: Function that registers at least one loss.
@@ -199,7 +200,8 @@ def loss_tags_jvp(
 ) -> Callable[[Sequence[PyTree], PyTree], tuple[Losses, tuple[tuple[Array, ...], ...]]]:
     """Return a function for Jacobian-vector products from the parameters of `func` to its losses.
 
-    Equal to `jax.jvp` of the function from the parameters to what its losses depend on.
+    Equal to `jax.jvp` of the function from the parameters to the predictions
+    (`parameter_dependants`) of its registered losses.
 
     Arguments:
         func: Function that registers at least one loss.

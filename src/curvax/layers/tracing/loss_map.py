@@ -364,9 +364,9 @@ class TracedFunction:
         before = next(iter(self.known.values()))
         if _outline(before) != _outline(processed):
             raise ValueError(
-                f"{where()}: with these arguments the function computes something else than with "
-                f"the first ones, so that its layers are not the same. If that is intended, pass "
-                f"raise_error_on_diff_jaxpr=False."
+                f"{where()}: with these arguments the function traces to a different jaxpr than "
+                f"with the first ones, so that its layers are not the same. If that is intended, "
+                f"pass raise_error_on_diff_jaxpr=False."
             )
 
 

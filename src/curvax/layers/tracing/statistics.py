@@ -176,8 +176,7 @@ def layer_statistics(
         params_index: Index of the argument that holds the parameters.
         auto_register_tags: Whether to look for layers; otherwise there are only those that the
             function tags itself.
-        raise_error_on_diff_jaxpr: Whether it is an error if the function computes something else
-            for arguments of other shapes.
+        raise_error_on_diff_jaxpr: Whether to raise if a later call traces to a different jaxpr.
         auto_registration_kwargs: Keyword arguments of `curvax.auto_register_tags`, such as
             `strict`, `patterns_to_skip` or `allow_unused_params`.
 
