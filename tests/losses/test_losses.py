@@ -276,6 +276,8 @@ class TestTargets:
             loss.evaluate()
         with pytest.raises(ValueError, match=r"made without targets\. Pass targets"):
             loss.grad_of_evaluate(None, "regular")
+        with pytest.raises(ValueError, match=r"cannot be evaluated without targets\. Pass them"):
+            loss.evaluate_unweighted(None)
 
     @some_log_probs
     def test_given_targets_override_the_registered_ones(self, case):

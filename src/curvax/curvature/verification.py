@@ -212,8 +212,8 @@ def _norms_of_probe(
 
 
 def _inner_product(xs: Sequence[Array], ys: Sequence[Array]) -> Array:
-    terms = [jnp.sum(x * y) for x, y in zip(xs, ys, strict=True)]
-    return sum(terms[1:], start=terms[0])
+    products = (jnp.sum(x * y) for x, y in zip(xs, ys, strict=True))
+    return sum(products, start=jnp.zeros(()))
 
 
 def _report(

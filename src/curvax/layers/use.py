@@ -83,7 +83,7 @@ class ExamplesAt:
             into `(examples, positions of each)`; None if it has examples only.
         loops: For each loop around the use, outermost first, an identifier of the loop if each of
             its steps is about different examples; None if all steps are about the same.
-        total: Number of examples in the whole batch.
+        total: Number of examples in the batch.
         first: Index of the first example of this use.
         count: Number of examples of this use, in all steps.
         in_order: Whether the examples are in order along the loops over examples, outermost first,

@@ -16,7 +16,12 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.losses.distributions import Categorical, OneHotCategorical
-from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
+from curvax.losses.loss_function import (
+    DistributionNegativeLogProbLoss,
+    WithTargets,
+    given_targets,
+    widened,
+)
 
 
 class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
@@ -95,7 +100,7 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
 
     def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
         """Compute the negative log-probability of each example's class, zero where masked."""
-        assert targets is not None  # `needs_targets`
+        targets = given_targets(self, targets)
         # Masked entries are replaced first: 0 * NaN is NaN, also in the gradient.
         unmasked = type(self)(self._kept(self._logits))
         return self._kept(-unmasked.dist.log_prob(self._kept(jnp.asarray(targets))))

@@ -800,8 +800,7 @@ class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
 
     def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
         """Compute the negative log-probability of each example's target, without the weight."""
-        assert targets is not None  # `needs_targets`
-        return -self.dist.log_prob(targets)
+        return -self.dist.log_prob(given_targets(self, targets))
 
     def sample(self, rng: Array) -> Array:
         return self.dist.sample(seed=rng)
@@ -810,6 +809,15 @@ class DistributionNegativeLogProbLoss(NegativeLogProbLoss):
     def fisher_factor_inner_shape(self) -> Shape:
         """The shape of the argument of `multiply_fisher_factor`: that of the first of `params`."""
         return self.params[0].shape
+
+
+def given_targets(loss: LossFunction, targets: ArrayLike | None) -> ArrayLike:
+    """Return targets, or raise if there are none."""
+    if targets is None:
+        raise ValueError(
+            f"curvax: {type(loss).__name__} cannot be evaluated without targets. Pass them."
+        )
+    return targets
 
 
 class WithTargets:

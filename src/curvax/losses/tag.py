@@ -63,7 +63,7 @@ class LossTag(Tag):
 
     def __init__(
         self,
-        cls: type[LossFunction],
+        cls: type[object],
         parameter_dependants: Sequence[str],
         parameter_independants: Sequence[str],
     ) -> None:

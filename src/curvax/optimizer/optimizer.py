@@ -609,7 +609,8 @@ class Optimizer:
 
         Returns:
             A named tuple `(params, state, stats)`, or `(params, state, func_state, stats)` if the
-            function has a state. `stats` is a dictionary; see `Optimizer`.
+            function has a state. `stats` is a dictionary with the loss,
+            the learning rate, momentum and damping, and what the options of `Optimizer` add.
 
         Raises:
             TypeError: If the state is not one that `init` returned.

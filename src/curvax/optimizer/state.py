@@ -78,7 +78,8 @@ class StepResult(NamedTuple):
     Attributes:
         params: The parameters after the step.
         state: The state of the optimizer.
-        stats: Statistics of the step, by name; see `Optimizer`.
+        stats: Statistics of the step, by name: loss, learning rate, momentum, damping, and what the
+            options of `Optimizer` add.
     """
 
     params: PyTree
@@ -93,7 +94,8 @@ class StepResultWithFuncState(NamedTuple):
         params: The parameters after the step.
         state: The state of the optimizer.
         func_state: The state of the function.
-        stats: Statistics of the step, by name; see `Optimizer`.
+        stats: Statistics of the step, by name: loss, learning rate, momentum, damping, and what the
+            options of `Optimizer` add.
     """
 
     params: PyTree

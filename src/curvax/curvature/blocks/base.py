@@ -226,7 +226,7 @@ jax.tree_util.register_dataclass(BlockState)
 
 def present(state: BlockState | None) -> BlockState:
     """Return the state of a block whose factors are not sharded; of a sharded one there is none."""
-    assert state is not None
+    assert state is not None, "the state of this block is in a shard, or was replaced by None"
     return state
 
 
@@ -646,7 +646,7 @@ class CurvatureBlock(abc.ABC):
         call `super()`, which uses what it is passed. Arrays of another shape are read as
         (examples, *positions, *features), with leading axes for stacked layers. Of convolutions,
         only the number of examples may change. Blocks that are estimated from the gradient of the
-        whole batch, such as `NaiveDiagonal`, use `params_tangents` if these were changed.
+        entire batch, such as `NaiveDiagonal`, use `params_tangents` if these were changed.
 
         Arguments:
             state: State of the block.

@@ -249,7 +249,7 @@ class ExampleGradientBlock(CurvatureBlock):
             f"curvax.{type(self).__name__} of {self.name or 'the parameter'}: {why}. This block "
             f"needs per-example gradients, which are not known here. Use curvax.{other}, which "
             f"does not need them, or functools.partial(curvax.{type(self).__name__}, "
-            f"allow_approximation=True), which approximates them."
+            f"allow_approximation=True), which approximates them and is not exact."
         )
 
 
