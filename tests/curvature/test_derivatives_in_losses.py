@@ -264,7 +264,7 @@ class TestWhatCannotBeLifted:
         report = curvax.explain_registration(self.loss, self.args)
         row = next(row for row in report.rows if row.path == "['w']")
         assert (row.sites, row.uncovered) == (2, 1)
-        assert "1 more uses are not covered by the layer (it meets nothing that" in row.reason
+        assert "1 more use is not covered by the layer (it meets nothing that" in row.reason
         assert "it goes into `dot_general`" in row.reason
         assert report.coverage == pytest.approx((6 * 2 / 3 + 3) / 9)
         assert "100 %" not in str(report)

@@ -50,7 +50,7 @@ class TestByHand:
             return jnp.sum(register(y * jnp.sum(x @ p["w"])) ** 2)
 
         (row,) = explain_registration(f, ({"w": W}, X)).rows
-        assert row.reason.startswith("1 more uses are not covered by the layer")
+        assert row.reason.startswith("1 more use is not covered by the layer")
 
     def test_a_generic_tag(self):
         f = lambda p, x: jnp.sum(register(x @ curvax.register_generic(p["w"])) ** 2)
@@ -466,7 +466,7 @@ class TestWhatATagDoesNotCover:
             return register(jnp.tanh(curvax.register_dense(y, x, p["w"])) + 100 * y)
 
         report = explain_registration(f, ({"w": W}, X))
-        assert "1 more uses are not covered" in report.rows[0].reason
+        assert "1 more use is not covered" in report.rows[0].reason
         with pytest.raises(RegistrationError, match="not covered by the layer"):
             explain_registration(f, ({"w": W}, X), strict=True)
 
@@ -479,7 +479,7 @@ class TestWhatATagDoesNotCover:
 
         report = explain_registration(f, ({"w": W}, X), graph_patterns=[pattern])
         assert report.rows[0].tag == "squared_tag"
-        assert "1 more uses are not covered" in report.rows[0].reason
+        assert "1 more use is not covered" in report.rows[0].reason
         plain = lambda p, x: register((x @ p["w"]) ** 2)
         (row,) = explain_registration(plain, ({"w": W}, X), graph_patterns=[pattern]).rows
         assert (row.tag, row.reason) == ("squared_tag", "")

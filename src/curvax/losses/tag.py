@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from jax.typing import ArrayLike
 
@@ -107,7 +107,7 @@ class LossTag(Tag):
             >>> loss.multiply_ggn((jnp.ones((1, 2)),))
             (Array([[4., 4.]], dtype=float32),)
         """
-        constructor: Callable[..., LossFunction] = self._cls
+        constructor = cast("Callable[..., LossFunction]", self._cls)
         return constructor(**dict(zip(args_names, args, strict=True)))
 
     def bind(self, *args: Value, args_names: Sequence[str], **params: Any) -> list[Array]:

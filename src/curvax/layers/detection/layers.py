@@ -74,7 +74,8 @@ class FoundLayer:
         remarks: list[str] = []
         if self.uncovered:
             why = f" ({self.why_uncovered})" if self.why_uncovered else ""
-            remarks.append(f"{self.uncovered} more uses are not covered by the layer{why}")
+            uses = "use is" if self.uncovered == 1 else "uses are"
+            remarks.append(f"{self.uncovered} more {uses} not covered by the layer{why}")
         if self.example_problem is not None:
             remarks.append(self.example_problem.remark)
         return "; ".join(remarks)
