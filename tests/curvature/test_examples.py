@@ -385,14 +385,14 @@ class TestNotSilentlyWrong:
             curvax.register_squared_error_loss(z)
 
         args = {"w": PARAMS["w"]}, batch(3)
-        with pytest.raises(ValueError, match="1 more uses of its parameters are not covered"):
+        with pytest.raises(ValueError, match="1 more use of its parameters is not covered"):
             curvax.BlockDiagonalCurvature(loss, layer_tag_to_block_ctor=self.full).init(
                 jax.random.key(0), args, None, None
             )
         estimator = curvax.BlockDiagonalCurvature(loss)
         estimator.init(jax.random.key(0), args, None, None)
         ((remark,),) = [row.remarks for row in estimator.report().rows]
-        assert remark == "1 more uses of its parameters are not covered by the layer"
+        assert remark == "1 more use of its parameters is not covered by the layer"
 
     def test_a_derivative_of_some_of_the_examples(self):
         """Chunks of examples, of which each repeats a tangent."""

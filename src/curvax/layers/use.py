@@ -271,7 +271,10 @@ class LayerUse:
     def remark_on_coverage(self) -> str:
         """What to tell the user about uses of the parameters that the layer does not cover."""
         count = self.uncovered
-        return f"{count} more uses of its parameters are not covered by the layer" * bool(count)
+        if not count:
+            return ""
+        uses, verb = ("use", "is") if count == 1 else ("uses", "are")
+        return f"{count} more {uses} of its parameters {verb} not covered by the layer"
 
     @property
     def stacked(self) -> tuple[bool, ...]:
