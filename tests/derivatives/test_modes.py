@@ -125,6 +125,22 @@ def test_rows_that_cannot_be_written_to_disk_are_an_error(tmp_path):
     assert_same(curvax.jacobian(f, X)[0], jax.jacrev(f)(X), 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize("asked", ["forward", "reverse", "auto"])
+def test_advice_for_a_matrix_of_outputs_on_disk_works(asked, tmp_path):
+    f = lambda x: jnp.outer(by_rule(x), jnp.arange(1.0, 4.0))
+    with pytest.raises(ValueError, match=r"such an array, or do not pass out\.") as raised:
+        curvax.jacobian(f, X, mode=asked, out=tmp_path / "J.zarr")
+    said = str(raised.value)
+    assert "mode='forward'" not in said
+    assert ("use mode='reverse' or 'auto'" in said) == (asked == "forward")
+    expected = jax.jacrev(f)(X)
+    for mode in {"forward": ("reverse", "auto")}.get(asked, (asked,)):
+        assert_same(curvax.jacobian(f, X, mode=mode)[0], expected, 1e-12, 1e-12)
+        vector = lambda x: f(x).reshape(-1)
+        rows, _ = curvax.jacobian(vector, X, mode=mode, out=tmp_path / f"{mode}.zarr")
+        assert_same(np.asarray(rows).reshape(expected.shape), expected, 1e-12, 1e-12)
+
+
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("compute", ["hessian", "hessian_diagonal", "hessian_blocks"])
 def test_second_derivatives_without_a_gradient_are_an_error_that_says_what_works(compute, jit):

@@ -195,10 +195,11 @@ def jacobian(
         return _by_columns(f, point, checkpoint, has_aux)
 
     why_not_by = lambda reverse: why_not(by(reverse, traced.traced()), x)
-    reverse = _is_reverse(mode, leaves, out is not None)
+    works = lambda reverse: why_not_by(reverse) is None
+    reverse = _is_reverse(mode, leaves, to_disk, works)
     if reverse is None:
         cheaper = REVERSE_COST * sum(leaf.size for leaf in leaves) < point.size
-        reverse = _possible(traced, cheaper, why_not_by, (checkpoint, has_aux))
+        reverse = _possible(traced, cheaper, works, (checkpoint, has_aux))
     problem = functools.partial(by, reverse)
     lengths = [options.local_length(part.length) for part in problem(f).parts]
     block_size = check_block_size(
@@ -209,22 +210,24 @@ def jacobian(
         what="rows" if mode == "reverse" else "parameters",
     )
 
-    def other_mode() -> str | None:
-        if any(map(_is_complex, leaves)) or why_not_by(not reverse) is not None:
+    def advise_other_mode() -> str | None:
+        # Reverse mode does not define rows of complex outputs.
+        if any(map(_is_complex, leaves)) or not works(not reverse):
             return None
         lacking, there = ("reverse", "forward") if reverse else ("forward", "reverse")
-        if mode == "auto":  # The other mode works, but not on disk.
+        if not reverse and to_disk and not _rows_fit_store(leaves):
+            change_mode = "" if mode == "auto" else " Either way, use mode='reverse' or 'auto'."
             return (
                 f"f has no derivative in {lacking} mode, and rows, by {there} mode, can be written "
                 f"to disk only if f returns one array with one axis. Let it return such an array, "
-                f"or leave out=None."
+                f"or do not pass out.{change_mode}"
             )
         return (
             f"f has no derivative in {lacking} mode, but it has one in {there} mode: use "
             f"mode={there!r}, or mode='auto', which finds out."
         )
 
-    with advised(lambda: why_not_by(reverse), other_mode):
+    with advised(lambda: why_not_by(reverse), advise_other_mode):
         if out is not None:
             made = problem(traced.untraced())
             arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
@@ -327,13 +330,13 @@ _reverse: FunctionCache[bool] = FunctionCache()
 def _possible(
     f: TracedFunction,
     cheaper: bool,
-    why_not: Callable[[bool], Exception | None],
+    works: Callable[[bool], bool],
     key: Hashable,
 ) -> bool:
     """Return whether to compute rows: the cheaper choice, unless only the other one is possible."""
 
     def try_both() -> bool:
-        return cheaper if why_not(cheaper) is None or why_not(not cheaper) else not cheaper
+        return cheaper if works(cheaper) or not works(not cheaper) else not cheaper
 
     return try_both() if f.key is None else _reverse.get(f.fun, (f.key, cheaper, key), try_both)
 
@@ -342,20 +345,33 @@ def _is_complex(leaf: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
-def _is_reverse(mode: Mode, leaves: Sequence[jax.ShapeDtypeStruct], to_disk: bool) -> bool | None:
+def _rows_fit_store(leaves: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Return whether each block of rows is a block along one axis of one array."""
+    return len(leaves) == 1 and leaves[0].ndim == 1
+
+
+def _is_reverse(
+    mode: Mode,
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    to_disk: bool,
+    works: Callable[[bool], bool],
+) -> bool | None:
     """Return whether the arguments require rows (True) or columns (False); None if neither."""
     complex_ = [leaf.dtype for leaf in leaves if _is_complex(leaf)]
-    # On disk, a block of rows must be a block along one axis of one array.
-    awkward = to_disk and (len(leaves) != 1 or leaves[0].ndim != 1)
+    awkward = to_disk and not _rows_fit_store(leaves)
     if mode == "reverse" and complex_:
         raise TypeError(
             f"{where()}: f returns {complex_[0]}, and rows of complex outputs are not defined by "
             f"JAX's reverse mode. Use mode='forward', or return real and imaginary parts."
         )
     if mode == "reverse" and awkward:
+        advice = (
+            "Use mode='forward', or let f return such an array."
+            if works(False)
+            else "Let f return such an array, or do not pass out."
+        )
         raise ValueError(
-            f"{where()}: rows can be written to disk if f returns one array with one axis. Use "
-            f"mode='forward', or let f return such an array."
+            f"{where()}: rows can be written to disk if f returns one array with one axis. {advice}"
         )
     if mode != "auto" or complex_ or awkward:
         return mode == "reverse"
