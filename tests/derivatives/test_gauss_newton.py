@@ -128,7 +128,10 @@ class TestErrors:
 
     @pytest.mark.parametrize("shape", [(), (5,), (7,), (5, 5), (6, 5), (3, 2), (6, 1)], ids=str)
     def test_a_weight_of_another_shape(self, shape):
-        words = r"6 residuals is a vector \(6,\), a matrix \(6, 6\) or a function, got .* "
+        words = (
+            r"6 residuals is a vector \(6,\), a matrix \(6, 6\) or a function, or has the shape of "
+            r"a single residual array; got .* "
+        )
         with self.refuses(ValueError, words + str(shape).replace("(", r"\(").replace(")", r"\)")):
             gauss_newton(residuals, X, jnp.ones(shape))
 

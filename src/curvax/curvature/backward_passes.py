@@ -32,9 +32,10 @@ class AverageUpdate(NamedTuple):
     """The weights with which an estimate enters the moving averages of blocks.
 
     Attributes:
-        ema_old: Factor of the averages so far.
-        ema_new: Weight of the new estimate.
-        batch_size: Number of examples, on each device.
+        ema_old: The accumulated sum and its weight are multiplied by this.
+        ema_new: Weight with which the new estimate is added; the average is sum / weight, so the
+            first update counts fully whatever the weights.
+        batch_size: Number of examples per device.
         axis_name: Name of a mapped axis of devices to average over, or None.
     """
 

@@ -566,9 +566,10 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
 
         Arguments:
             state: State of the estimator.
-            ema_old: Factor of the averages so far.
-            ema_new: Weight of the new estimate. Averages are divided by the sum of all weights.
-            batch_size: Number of examples, on each device.
+            ema_old: The accumulated sum and its weight are multiplied by this.
+            ema_new: Weight with which the new estimate is added; the average is sum / weight, so
+                the first update counts fully whatever the weights.
+            batch_size: Number of examples per device.
             rng: Random key, the same on all devices. Samples of an example depend on its index in
                 the global batch.
             func_args: Arguments of the function.
@@ -577,12 +578,13 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
 
                 - `fisher_gradients`: the Fisher matrix, from gradients with targets that are
                   sampled from the predictive distribution.
-                - `fisher_curvature_prop`: the Fisher matrix, by curvature propagation: its factor
-                  times random signs.
+                - `fisher_curvature_prop`: the Fisher matrix, by curvature propagation: from one
+                  backward pass of `B s` for each sample, with the factor B of the loss's Fisher
+                  matrix and random signs s.
                 - `fisher_exact`: the Fisher matrix, with one backward pass for each output of an
                   example.
                 - `fisher_empirical`: the empirical Fisher matrix, from gradients with the targets
-                  of the batch, which the losses must have.
+                  of the batch; all losses must be registered with targets.
                 - `ggn_curvature_prop`, `ggn_exact`: the generalised Gauss-Newton matrix by the
                   same methods, for any kind of loss.
 

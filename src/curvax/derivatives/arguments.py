@@ -83,19 +83,19 @@ def check_options(
     replicated: bool = False,
     to_disk: bool | None = None,
 ) -> Options:
-    """Check the options that do not depend on the point, as the user gave them.
+    """Check the user's options, without knowing the point yet, and return them as `Options`.
 
     `to_disk` is None for a function that cannot write to disk.
     """
-    along = MeshAxis.of(mesh, axis, replicated)
+    mesh_axis = MeshAxis.of(mesh, axis, replicated)
     if replicated and to_disk:
         raise ValueError(
             f"{where()}: replicated=True asks for results in the memory of every device, and "
             f"out= for results on disk. Leave one of them out."
         )
-    if along is not None:
-        along.check_outside()
-        _check_processes(along)
+    if mesh_axis is not None:
+        mesh_axis.check_outside()
+        _check_processes(mesh_axis)
     count = check_count("nbatches", nbatches)
     size = check_size("batch_size", batch_size)
     if size is not None and count != 1:
@@ -105,22 +105,23 @@ def check_options(
         )
     budget = check_budget(
         memory_budget,
+        # 1 is the default, so it counts as not given.
         {"nbatches": None if count == 1 else count, "batch_size": size},
         objective=objective,
         advice=ADVICE if to_disk is None else ADVICE_WITH_DISK,
-        is_multi_process=along is not None and along.is_multi_process,
+        is_multi_process=mesh_axis is not None and mesh_axis.is_multi_process,
     )
     if budget is not None and not jit:
         raise ValueError(
             f"{where()}: a memory budget applies to a compiled program; it cannot be kept with "
             "jit=False."
         )
-    if along is not None and not jit:
+    if mesh_axis is not None and not jit:
         raise ValueError(
             f"{where()}: programs that run on a mesh are compiled; mesh= does not go with "
             "jit=False."
         )
-    return Options(count, size, budget, jit, along, replicated, bool(to_disk))
+    return Options(count, size, budget, jit, mesh_axis, replicated, bool(to_disk))
 
 
 def check_block_size(

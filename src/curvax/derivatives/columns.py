@@ -1,7 +1,8 @@
 """Columns of linear maps, a block at a time.
 
-Every matrix in this package consists of columns of a linear map. The map is made once, by
-`jax.linearize` or `jax.vjp`, and applied to blocks of unit vectors, by the same loop as
+Jacobians, Gauss-Newton matrices and full Hessians are computed as columns of a linear map; the rows
+of a Jacobian are columns of its transpose, so `column` below may compute a row. The map is made
+once, by `jax.linearize` or `jax.vjp`, and applied to blocks of unit vectors, by the same loop as
 `chunked_vmap`. Which elements of each column are kept, and along which axis columns are stacked,
 makes the result a Jacobian, a Hessian or a part of one.
 
@@ -42,7 +43,7 @@ def linear_map(
 
 @dataclass(frozen=True)
 class Part:
-    """The columns that one array, or pytree of arrays, of the result is stacked from."""
+    """One result, an array or a pytree of arrays, and how its columns are computed and stacked."""
 
     length: int
     """Number of columns."""
@@ -67,7 +68,10 @@ class Part:
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """A matrix, or several, to be computed column by column. The result is a list, one per part."""
+    """A matrix, or several, to be computed column by column.
+
+    The result is a list with one entry per part.
+    """
 
     prepare: Callable[[PyTree], tuple[PyTree, PyTree]]
     """Function of `x` that returns a pytree to compute columns from (linear maps), and `aux`."""

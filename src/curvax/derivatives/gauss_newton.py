@@ -5,7 +5,6 @@ products for second-order gradient descent": forward through the linearised func
 weight, and back through the transpose.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -173,22 +172,23 @@ def gauss_newton(
 def _weight(
     weight: ArrayLike | Fun | None, residuals: Point
 ) -> tuple[Array | None, Callable[[Array | None, PyTree], PyTree]]:
-    """Return the weight as an array, if it is one, and a function that applies it to residuals."""
-    if weight is None or callable(weight):
+    """Return a weight that is None or an array, and a function that applies it to residuals."""
+    if weight is None or callable(weight):  # A function is applied by `column` itself.
         return None, lambda _, tree: tree
     array = jnp.asarray(weight)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{where()}: weight is of type {array.dtype}, but residuals are real.")
     size = residuals.size
     by_shape = len(residuals.shapes) == 1 and array.shape == residuals.shapes[0]
-    if array.shape == (size, size) and not by_shape:
-        product = lambda array, vector: array @ vector
-    elif array.shape == (size,) or (by_shape and math.prod(array.shape) == size):
+    if array.shape == (size,) or by_shape:
         product = lambda array, vector: array.reshape(-1) * vector
+    elif array.shape == (size, size):
+        product = lambda array, vector: array @ vector
     else:
         raise ValueError(
             f"{where()}: a weight for {size} residuals is a vector ({size},), a matrix ({size}, "
-            f"{size}) or a function, got an array of shape {array.shape}."
+            f"{size}) or a function, or has the shape of a single residual array; got an array of "
+            f"shape {array.shape}."
         )
 
     def apply(array: Array | None, tree: PyTree) -> PyTree:

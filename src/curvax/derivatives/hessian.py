@@ -145,21 +145,24 @@ def hessian(
         H = jax.hessian(lambda flat: f(unflatten(flat)))(flat)
         return H, unflatten
 
-    except that one block is computed at a time, and only one triangle of the matrix. Full rows are
-    computed on a mesh, on disk, and with `jit=False`. The program is compiled once for the jaxpr of
-    `f` and the shapes of `x`. If `f` has a custom derivative rule that is not its true derivative,
-    second derivatives are not symmetric: use `jacobian(jax.grad(f), x)` instead.
+    except that one block is computed at a time. If `x` has several leaves (and at least 64
+    coordinates), only the blocks on one side of the diagonal are computed, group of leaves by
+    group, and mirrored; a single array is computed by full rows. So is every `x` on a mesh, on
+    disk, with `jit=False`, and if `f` has side effects. The program is compiled once for the jaxpr
+    of `f` and the shapes of `x`. If `f` has a custom derivative rule that is not its true
+    derivative, second derivatives are not symmetric: use `jacobian(jax.grad(f), x)` instead.
 
     Arguments:
         f: A function of a pytree to a real scalar.
         x: A pytree of real floating-point arrays, possibly of different dtypes.
-        nbatches: Number of blocks, computed one after the other. Each leaf of `x` is divided
-            separately, so that there can be a few more.
+        nbatches: Number of blocks of rows, computed one after the other. At most eight groups of
+            leaves are divided separately, so there can be up to seven more; none where full rows
+            are computed, such as on a mesh or on disk.
         jit: Whether to compile the computation.
         checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
             instead of saved, which takes less memory and more time. It helps if blocks are
             small; the memory of a large block is mostly that of its tangents.
-        batch_size: Number of columns in a block, instead of `nbatches`.
+        batch_size: Number of rows in a block, instead of `nbatches`.
         memory_budget: Memory that the call, compiled by itself, may allocate, including the result,
             instead of `nbatches` or `batch_size`: such as "1GB", or any other form that
             `parse_memory` accepts. With `out`, the memory that is held while a block is computed.
@@ -176,8 +179,8 @@ def hessian(
             default it is only checked that none is missing. Damaged blocks are computed again, with
             a `DamagedStoreWarning`.
         mesh: Devices among which rows are sharded. Each device computes its shard in blocks; sizes
-            and budgets are per device. Full rows are computed, not one triangle, so that two
-            devices are about as fast as one without a mesh.
+            and budgets are per device. Full rows are computed, not one triangle, so for an `x` of
+            several leaves two devices are about as fast as one without a mesh.
         axis: Name of the mesh axis to shard along, or several names. It can be left out for a mesh
             with one axis.
         replicated: Whether to replicate the result on every device.
@@ -194,11 +197,12 @@ def hessian(
 
     Raises:
         ValueError: If there are more blocks than parameters, more than one size is given, a budget
-            or a mesh is combined with `jit=False`, the store at `out` belongs to a different
+            or a mesh is combined with `jit=False`, `out` is combined with `jit=False`,
+            `objective="time"` or `replicated=True`, the store at `out` belongs to a different
             computation, the mesh does not have the axis, `x` is committed to other devices, or
             processes disagree on shapes.
         TypeError: If `x` is not real floating-point, or `f` does not return a real scalar.
-        MemoryBudgetError: If not even blocks of one column fit the budget.
+        MemoryBudgetError: If not even blocks of one row fit the budget.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -217,7 +221,7 @@ def hessian(
     traced = _trace_scalar(f, x, has_aux, options)
     block_size = check_block_size(options, options.local_length(point.size))
 
-    def rows(f: Fun) -> BlockProblem:
+    def problem(f: Fun) -> BlockProblem:
         def prepare(x: PyTree) -> tuple[LinearMap, PyTree]:
             gradient = jax.grad(jax.checkpoint(f) if checkpoint else f, has_aux=has_aux)
             return linear_map(jax.linearize, gradient, x, has_aux)
@@ -238,18 +242,18 @@ def hessian(
         def program(consts: Sequence[_jax.Value], x: PyTree) -> tuple[list[Array], PyTree]:
             f = traced.bind(consts)
             if groups is None:
-                return compute_columns(rows(f), x, size, options, progress)
+                return compute_columns(problem(f), x, size, options, progress)
             bar = Progress.of(lengths, size) if progress else None
             return compute_triangle(f, x, point, groups, size, has_aux, checkpoint, bar)
 
         return program
 
-    with advised_to_go_forward(rows, traced, x, has_aux):
+    with advised_to_go_forward(problem, traced, x, has_aux):
         if out is not None:
-            problem = rows(traced.untraced())
-            arrays, aux = stream(problem, x, options, block_size, out, overwrite, verify, progress)
+            made = problem(traced.untraced())
+            arrays, aux = stream(made, x, options, block_size, out, overwrite, verify, progress)
         else:
-            args = traced.consts, put_on_mesh([traced], rows, x, options, progress)
+            args = traced.consts, put_on_mesh([traced], problem, x, options, progress)
             key = "hessian", checkpoint, has_aux, progress
             plan = plan_blocks(build, [traced], args, options, block_size, max(lengths), key=key)
             arrays, aux = plan(*args)
@@ -258,12 +262,13 @@ def hessian(
 
 
 def computes_one_triangle(options: Options) -> bool:
-    """Return whether `hessian` computes one triangle and mirrors it, rather than full rows.
+    """Return whether `hessian` may compute one triangle and mirror it, rather than full rows.
 
-    It does if one compiled program fills the matrix in the memory of one device. On a mesh and on
-    disk the mirrored elements would belong to the rows of other devices or blocks: they would have
-    to be communicated, or blocks be written several times. With `jit=False`, JAX would compile the
-    loop of each group of rows at each call. Full rows are about twice the work.
+    It may if one compiled program fills the matrix in the memory of one device. It does if there is
+    more than one group of leaves (`group_rows`); one group is computed by full rows. On a mesh and
+    on disk the mirrored elements would belong to the rows of other devices or blocks: they would
+    have to be communicated, or blocks be written several times. With `jit=False`, JAX would compile
+    the loop of each group of rows at each call. Full rows are about twice the work.
     """
     return options.jit and options.axis is None and not options.to_disk
 
@@ -536,7 +541,11 @@ The next group can be made to wait for that element; waiting for the matrix woul
 
 
 def group_rows(program: _jax.ClosedJaxpr, point: Point) -> Sequence[range]:
-    """Return the groups of leaves whose rows are computed together, in order."""
+    """Return the groups of leaves whose rows are computed together, in order.
+
+    There is one group if `x` is a single array or has fewer than `2 * LEAST_COLUMNS`
+    coordinates, and if the function has side effects.
+    """
     most = min(MOST_GROUPS, point.size // LEAST_COLUMNS)
     if program.effects or most < 2:  # Each group evaluates f, but side effects must happen once.
         return [range(len(point.sizes))]

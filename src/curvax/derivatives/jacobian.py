@@ -160,10 +160,11 @@ def jacobian(
 
     Raises:
         ValueError: If there are more blocks than parameters (or rows), more than one size is given,
-            a budget or a mesh is combined with `jit=False`, the store at `out` belongs to a
-            different computation, the mesh does not have the axis, `x` is committed to other
-            devices, processes disagree on shapes, or `f` cannot be differentiated in the given
-            mode.
+            a budget or a mesh is combined with `jit=False`, `out` is combined with `jit=False`,
+            `objective="time"` or `replicated=True`, rows are to be written to `out` and `f` does
+            not return one array with one axis, the store at `out` belongs to a different
+            computation, the mesh does not have the axis, `x` is committed to other devices,
+            processes disagree on shapes, or `f` cannot be differentiated in the given mode.
         TypeError: If `x` is not real floating-point, an output is not floating-point, or an output
             is complex in reverse mode.
         MemoryBudgetError: If not even blocks of one column or row fit the budget.

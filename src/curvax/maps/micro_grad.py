@@ -87,8 +87,9 @@ def micro_grad(
 
     except that the examples of a microbatch are vectorised, and only one microbatch of gradients
     exists at a time. With a `transform_fn` that clips, the result is the gradient sum of
-    differentially private SGD (Abadi et al. 2016, "Deep Learning with Differential Privacy"); with
-    one that returns `(g, g**2)`, it is the first two moments.
+    differentially private SGD (Abadi et al. 2016, "Deep Learning with Differential Privacy"). With
+    one that returns `(g, g**2)`, it is the first two moments if the accumulator is
+    `AccumulationType.MEAN`, and the sums of both over examples if it is `SUM`.
 
     Arguments:
         fun: Scalar function of parameters and a batch.

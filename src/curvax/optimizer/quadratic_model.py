@@ -4,9 +4,10 @@ For an update `w₁ v₁ + w₂ v₂ + …` with coefficients `w`, the model pre
 
     ½ wᵀ (A + damping · D) w + bᵀ w,
 
-where `A = Vᵀ (C + L2) V` for the curvature C, `D = Vᵀ V` and `b = Vᵀ g` for the gradient g. Its
-minimum over learning rate and momentum is section 7 of Martens & Grosse (2015), "Optimizing neural
-networks with Kronecker-factored approximate curvature".
+where `A = Vᵀ (C + l2_reg · I) V` for the curvature C, with the identity I of the parameters that
+are regularised, `D = Vᵀ V`, and `b = Vᵀ g` for the gradient g. Its minimum over learning rate and
+momentum is section 7 of Martens & Grosse (2015), "Optimizing neural networks with
+Kronecker-factored approximate curvature".
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,9 @@ class QuadraticModel(NamedTuple):
     The predicted change of the loss is `½ wᵀ (A + damping · D) w + bᵀ w`.
 
     Attributes:
-        curvature: The matrix A of products `vᵢᵀ (C + L2) vⱼ`, with the curvature C of the loss and
-            that of the regulariser.
-        identity: The matrix D of inner products `vᵢᵀ vⱼ`.
+        curvature: The matrix A of products `vᵢᵀ (C + l2_reg · I) vⱼ`, with the curvature C of the
+            loss and the identity I of the parameters that are regularised.
+        identity: The identity, projected: the matrix D of inner products `vᵢᵀ vⱼ`.
         gradient: The vector b of inner products `vᵢᵀ g`.
     """
 
@@ -40,14 +41,17 @@ class QuadraticModel(NamedTuple):
         return w @ (self._matrix(damping) @ w) / 2 + self.gradient @ w
 
     def minimiser(self, damping: ArrayLike, fixed: Sequence[ArrayLike | None]) -> list[Array]:
-        """Return the coefficients that minimise the model; those that are not None are fixed.
+        """Return the coefficients that minimise the model.
 
-        At most two coefficients may be free. A direction along which the model is flat to rounding,
-        because a vector is zero or linearly dependent on the others, gets a coefficient of zero.
+        `fixed` has one entry per vector: its coefficient, or None if it is free. At most two may be
+        free. A direction along which the model is not curved upward beyond rounding, for
+        example because a vector is zero or linearly dependent on the others, gets a coefficient of
+        zero.
         """
         matrix, b = self._matrix(damping), self.gradient
         known = [None if c is None else jnp.asarray(c, b.dtype) for c in fixed]
         free = [k for k, c in enumerate(known) if c is None]
+        # The gradient of the model where free coefficients are zero.
         slope = list(b)
         for k, c in enumerate(known):
             if c is not None:
@@ -58,11 +62,13 @@ class QuadraticModel(NamedTuple):
             solved[k] = _quotient(-slope[k], matrix[k, k], matrix[k, k])
         elif free:
             # Gaussian elimination of the first coefficient; `rest` is the Schur complement.
-            p, v = free
-            ratio = _quotient(matrix[p, v], matrix[p, p], matrix[p, p])
-            rest = matrix[v, v] - ratio * matrix[p, v]
-            solved[v] = _quotient(ratio * slope[p] - slope[v], rest, matrix[v, v])
-            solved[p] = _quotient(-slope[p] - matrix[p, v] * solved[v], matrix[p, p], matrix[p, p])
+            first, second = free
+            pivot, coupling = matrix[first, first], matrix[first, second]
+            ratio = _quotient(coupling, pivot, pivot)
+            rest = matrix[second, second] - ratio * coupling
+            numerator = ratio * slope[first] - slope[second]
+            solved[second] = _quotient(numerator, rest, matrix[second, second])
+            solved[first] = _quotient(-slope[first] - coupling * solved[second], pivot, pivot)
         return [solved[k] if c is None else c for k, c in enumerate(known)]
 
     def _matrix(self, damping: ArrayLike) -> Array:
@@ -70,6 +76,6 @@ class QuadraticModel(NamedTuple):
 
 
 def _quotient(numerator: Array, pivot: Array, scale: Array) -> Array:
-    """Return the quotient, or zero where the pivot is zero to rounding relative to `scale`."""
+    """Return the quotient, or zero where the pivot is not positive beyond rounding of `scale`."""
     is_nonzero = pivot > 10 * jnp.finfo(pivot.dtype).eps * scale
     return jnp.where(is_nonzero, numerator / jnp.where(is_nonzero, pivot, 1), 0)

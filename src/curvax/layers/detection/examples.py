@@ -528,7 +528,7 @@ def find_examples(
         program: A program that computes what its losses need.
         params: The inputs that are parameters.
         losses: The loss tags.
-        reached: The values in which the losses have a derivative (`reached_from`).
+        reached: Values that a loss depends on differentiably (`reached_from`).
     """
     sizes = {size for node in losses if (size := _num_rows(node)) is not None}
     batch_size = min(sizes, default=1)
@@ -656,8 +656,9 @@ class _ForwardWalk:
 
     Attributes:
         found: Where to note what is found.
-        dependent: What depends on parameters, and in which the losses have a derivative.
-        reached: The values in which the losses have a derivative.
+        dependent: Values that depend on parameters and that a loss depends on: those that
+            derivatives pass through.
+        reached: Values that a loss depends on differentiably.
         integers: The integers that are known in the current body.
         loops: The loops around the current body, outermost first.
         stop_at_problem: Whether to stop at the first problem.
@@ -709,9 +710,9 @@ class _ForwardWalk:
             self._lose(node, followed, node.inputs, node.outputs)
             return
         for variable, examples in zip(node.outputs, followed, strict=True):
-            self._know(variable, examples)
+            self._set_examples(variable, examples)
 
-    def _know(self, variable: Variable, examples: MaybeExamples) -> None:
+    def _set_examples(self, variable: Variable, examples: MaybeExamples) -> None:
         if examples is None:  # In the first pass over a loop it may have been about some.
             self.found.axes.pop(variable, None)
         else:
@@ -724,16 +725,20 @@ class _ForwardWalk:
         inputs: Sequence[Operand],
         outputs: Sequence[Variable],
     ) -> None:
-        """Note that examples are lost, which is a problem if derivatives pass through there."""
+        """Forget the examples of `outputs`, since `node` cannot be followed (`kind`).
+
+        Record the first such place in `found.lost`, and in `found.problem` if a derivative passes
+        from `inputs` to `outputs`.
+        """
         problem = ExampleProblem.at_operation(kind, node.name)
         self.found.lost = self.found.lost or problem
         if kind is ProblemKind.INTERACTION:
             self.found.interaction = self.found.interaction or node.name
-        passes = any(x in self.dependent and x in self.found.axes for x in inputs)
-        if passes and any(out in self.dependent for out in outputs):
+        has_derivative_in = any(x in self.dependent and x in self.found.axes for x in inputs)
+        if has_derivative_in and any(out in self.dependent for out in outputs):
             self.found.problem = self.found.problem or problem
         for variable in outputs:
-            self._know(variable, None)
+            self._set_examples(variable, None)
 
     def _apply(self, node: Node, operands: Sequence[MaybeExamples]) -> Followed:
         if isinstance(node.equation.primitive, LayerTag | LossTag):
@@ -758,7 +763,7 @@ class _ForwardWalk:
 
     def _alias(self, variable: Variable, operand: Operand) -> None:
         """Note that a variable has the value of an operand."""
-        self._know(variable, self.found.axes.get(operand))
+        self._set_examples(variable, self.found.axes.get(operand))
         if operand in self.dependent:
             self.dependent.add(variable)
         self.integers.alias(variable, operand)
@@ -796,7 +801,7 @@ class _ForwardWalk:
                 self.integers.leave_loop(outer, integers.known.get(inner))
                 continue
             examples = self.found.axes.get(inner)
-            self._know(outer, None if examples is None else self._stacked(node, examples))
+            self._set_examples(outer, None if examples is None else self._stacked(node, examples))
 
     def _take_elements(
         self, loop: Node, elements: Sequence[Variable], arrays: Sequence[Operand]
@@ -808,7 +813,7 @@ class _ForwardWalk:
                 self.dependent.add(element)
             examples = self.found.axes.get(array)
             if examples is None:
-                self._know(element, None)
+                self._set_examples(element, None)
                 continue
             first, *rest = examples.dims
             if not examples.has_examples(0):
@@ -943,7 +948,8 @@ class _BackwardWalk:
 
     Attributes:
         found: What the forward walk found; values are added.
-        dependent: What depends on parameters, and in which the losses have a derivative.
+        dependent: Values that depend on parameters and that a loss depends on: those that
+            derivatives pass through.
         demanded: For each value, the examples that its readers take it to be about.
     """
 

@@ -298,10 +298,16 @@ def use_of_equation(equation: Any) -> LayerUse:
 
 
 def _use_of_candidate(
-    layer: str, candidate: CandidateUse, lengths: Sequence[int], examples: ExamplesAt
+    layer_tag: str, candidate: CandidateUse, lengths: Sequence[int], examples: ExamplesAt
 ) -> LayerUse:
+    """Return the use that detection found.
+
+    Its inputs and outputs are arranged as (positions, heads, features). `layer_tag` is the name of
+    the layer's tag, `lengths` are those of the loops around, outermost first.
+    """
     details: dict[str, Any] = {}
-    if candidate.convolution is not None:  # Images and kernels stay as they are.
+    # Images are not rearranged: the tag has the arguments of the convolution.
+    if candidate.convolution is not None:
         details["arguments"] = candidate.convolution
     else:
         details |= candidate.tag_constants
@@ -313,7 +319,7 @@ def _use_of_candidate(
         details["output_arrangement"], details["input_arrangement"] = arrangements
     return KINDS[candidate.tag.name](
         kind=candidate.tag.name,
-        layer=layer,
+        layer=layer_tag,
         params=candidate.param_uses(),
         loops=_loops(lengths, candidate.params[0]),
         examples=examples,
@@ -458,6 +464,7 @@ def _param_use(view: ParamView) -> ParamUse:
 
 
 def _loops(lengths: Sequence[int], view: ParamView) -> tuple[Loop, ...]:
+    """Return the loops around a use, and whether the parameter differs between their steps."""
     pairs = zip(lengths, view.axes.looped, strict=True)
     return tuple(Loop(length, bool(looped)) for length, looped in pairs)
 
