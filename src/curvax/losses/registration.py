@@ -42,8 +42,8 @@ def register_squared_error_loss(
 
     The squared norm sums over all axes but the first. If your loss has a factor of 0.5 before the
     square, pass `weight=0.5`; if it is `jnp.mean((prediction - targets) ** 2)` with k outputs per
-    example, pass `weight=1 / k`. The loss is registered as
-    a `NormalMeanNegativeLogProbLoss` of variance 0.5, which differs from it by a constant.
+    example, pass `weight=1 / k`. The loss is registered as a `NormalMeanNegativeLogProbLoss` of
+    variance 0.5, which differs from it by a constant.
 
     Arguments:
         prediction: Predictions, with examples along the first axis.

@@ -400,7 +400,7 @@ def disk_errors(path: Path) -> Generator[None]:
 
 _NOT_TRACED = (
     "out={!s} writes to disk, which cannot be done under a transformation such as jit. Call it "
-    "outside, or leave out=None."
+    "outside, or do not pass out."
 )
 
 
