@@ -181,7 +181,7 @@ class LossFunction(abc.ABC):
                 stand for the targets of the loss: it means that there are none.
 
         Returns:
-            An array with one number per example; of a categorical loss, one per entry of the target.
+            An array with one number per example, or per entry of a categorical target.
         """
 
     def evaluate(
@@ -195,7 +195,7 @@ class LossFunction(abc.ABC):
                 "off" for the loss without its weight.
 
         Returns:
-            An array with one number per example; of a categorical loss, one per entry of the target.
+            An array with one number per example, or per entry of a categorical target.
 
         Raises:
             ValueError: If the loss needs targets and there are none, or `coefficient_mode` is none
