@@ -511,6 +511,11 @@ class Examples:
         """Whether the problem is that examples interact."""
         return self.problem is not None and self.problem.kind is ProblemKind.INTERACTION
 
+    @property
+    def stays_separate(self) -> bool:
+        """Whether examples arrive at all losses and do not interact on the way."""
+        return not self.num_unreached and not self.interact
+
     def loop_id(self, loop: Node) -> int:
         """Return the identifier of a loop over examples, which may be new."""
         return self.loops.setdefault(loop, len(self.loops))
@@ -533,36 +538,45 @@ def find_examples(
     sizes = {size for node in losses if (size := _num_rows(node)) is not None}
     batch_size = min(sizes, default=1)
     smaller = _smaller_batch(program, params, batch_size)
-    assumptions: list[Assumption] = []
-    for assumed in _assumptions(program, params, sizes, smaller):
-        if assumed not in assumptions and len(assumptions) < _MAX_TRIALS:
-            assumptions.append(assumed)
-    arrived: list[Examples] = []
-    separate: list[Examples] = []
-    likely: Examples | None = None
-    for assumed in assumptions:
-        trial = Examples(batch_size, True, dict(assumed))
+    trials: list[Examples] = []
+    for assumed in _distinct(_assumptions(program, params, sizes, smaller), _MAX_TRIALS):
         # After a trial with nothing worse than several rows for each example, only one without any
         # problem is better.
-        forward = _ForwardWalk(trial, set(params), reached, stop_at_problem=bool(separate))
+        stop_at_problem = any(trial.stays_separate for trial in trials)
+        trial = Examples(batch_size, True, dict(assumed))
+        forward = _ForwardWalk(trial, set(params), reached, stop_at_problem=stop_at_problem)
         if assumed or batch_size == 1:
             forward.walk(program)
         else:  # From no array, no examples arrive anywhere.
             trial.num_unreached = len(losses)
-        if trial.problem and separate:
+        if trial.problem and stop_at_problem:
             continue
         if not trial.num_unreached:
             _BackwardWalk(trial, forward.dependent).walk(program)
         if not trial.problem and not trial.num_unreached:
             return trial
-        likely = likely or trial
-        if not trial.num_unreached:
-            arrived.append(trial)
-            separate += [] if trial.interact else [trial]
-    assert likely is not None
+        trials.append(trial)
+    likely = trials[0]
     # That the examples of the batch interact says more than that another axis has several rows.
     interacting = [likely] if likely.interact else []
+    separate = [trial for trial in trials if trial.stays_separate]
+    arrived = [trial for trial in trials if not trial.num_unreached]
     return [*interacting, *separate, *arrived, _unknown(smaller, likely)][0]
+
+
+Assumption = Mapping[Operand, ExampleAxes]
+"""Arrays that are assumed to be about examples, and along which axes."""
+
+
+def _distinct(assumptions: Iterator[Assumption], most: int) -> list[Assumption]:
+    """Return the first assumptions, at most `most`, without repetitions."""
+    found: list[Assumption] = []
+    for assumed in assumptions:
+        if assumed not in found:
+            found.append(assumed)
+        if len(found) == most:
+            break
+    return found
 
 
 def _unknown(batch_size: int, likely: Examples) -> Examples:
@@ -577,10 +591,6 @@ def _num_rows(loss: Node) -> int | None:
     """Return the number of rows of a loss: the length of the first axis of its predictions."""
     shape = loss.inputs[0].shape
     return shape[0] if shape and shape[0] > 0 else None
-
-
-Assumption = Mapping[Operand, ExampleAxes]
-"""Arrays that are assumed to be about examples, and along which axes."""
 
 
 def _assumptions(
