@@ -44,7 +44,7 @@ def set_use_cholesky_inversion(value: bool) -> None:
     _FLAGS["use_cholesky_inversion"] = bool(value)
 
 
-def stable_sqrt(x: Array, max_gradient: float = 1000.0) -> Array:
+def stable_sqrt(x: Numeric, max_gradient: float = 1000.0) -> Array:
     """Return the square root, with a derivative of at most `max_gradient`, also at zero."""
 
     @jax.custom_jvp
