@@ -40,6 +40,7 @@ PACKAGES = {
     "layers": {"losses"},
     "curvature": {"layers", "losses", "maps", "devices"},
     "optimizer": {"curvature", "layers", "maps", "memory", "devices"},
+    "kfac_jax": {"optimizer", "curvature", "layers", "losses", "maps", "devices"},
 }
 # Subpackages that know nothing of the package around them, but for what is named here.
 SUBPACKAGES = {
@@ -58,8 +59,9 @@ MAY_USE = (
 # What moves from one JAX release to the next, and the one package that may know about it.
 UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version__"}
 KNOWS_JAX = "_jax"
-# Packages whose `__init__.py` re-exports names: the public API and the door to JAX.
-RE_EXPORT = {"", KNOWS_JAX}
+# Packages whose `__init__.py` re-exports names: the public API, the door to JAX, and the layout of
+# another library's modules.
+RE_EXPORT = {"", KNOWS_JAX, "kfac_jax", "kfac_jax.utils"}
 
 
 class Import(NamedTuple):
