@@ -335,3 +335,55 @@ def test_a_running_mean_does_not_overflow_where_the_mean_does_not(size, order):
     assert jnp.isinf(jnp.sum(x))
     np.testing.assert_allclose(mean(x), 3e38, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(mean)(x), np.full(10, 0.1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, jnp.array(1)])
+def test_without_microbatches_their_number_is_ignored(number):
+    x = jnp.arange(5.0)
+    options = {"microbatch_size": None, "num_real_microbatches": number}
+    assert_same(curvax.micro_vmap(jnp.sin, **options)(x), jnp.sin(x))
+    assert_same(curvax.microbatch(jnp.sum, 0, **options)(x), jnp.sum(x))
+    gradient, _ = curvax.micro_grad(lambda w, x: jnp.sum(w * x), **options)(2.0, x)
+    assert_same(gradient, jnp.sum(x))
+
+
+@pytest.mark.parametrize("make", [curvax.micro_vmap, curvax.chunked_vmap])
+class TestArgumentsByName:
+    """An entry of `in_axes` is for a parameter, however its argument is passed."""
+
+    w, x, y = 2.0, jnp.arange(6.0).reshape(2, 3), jnp.arange(3.0)
+
+    @staticmethod
+    def fun(w, x, y=0.0):
+        return w * x + y
+
+    def expected(self):
+        return jax.vmap(self.fun, (None, 1, 0))(self.w, self.x, self.y[:, None])
+
+    def mapped(self, make, in_axes=(None, 1, 0)):
+        size = {"microbatch_size": 2} if make is curvax.micro_vmap else {"chunk_size": 2}
+        return make(self.fun, in_axes=in_axes, **size)
+
+    def test_all_or_some_by_name(self, make):
+        mapped, y = self.mapped(make), self.y[:, None]
+        assert_same(mapped(self.w, self.x, y), self.expected())
+        assert_same(mapped(self.w, self.x, y=y), self.expected())
+        assert_same(mapped(self.w, y=y, x=self.x), self.expected())
+        assert_same(jax.jit(mapped)(y=y, x=self.x, w=self.w), self.expected())
+
+    def test_names_without_an_entry_are_mapped_over_axis_0(self, make):
+        mapped = self.mapped(make, in_axes=(None, 1))
+        assert_same(mapped(self.w, self.x, y=self.y[:, None]), self.expected())
+        assert_same(mapped(w=self.w, x=self.x, y=self.y[:, None]), self.expected())
+
+    @pytest.mark.parametrize("names", [{"y"}, set()])
+    def test_an_entry_without_an_argument_is_an_error(self, make, names):
+        kwargs = {name: getattr(self, name) for name in names}
+        with pytest.raises(ValueError, match=r"in_axes has 3 entries but .* 1 positional"):
+            self.mapped(make)(self.w, **kwargs)
+
+    def test_a_function_without_a_signature_takes_entries_by_position(self, make):
+        options = {"microbatch_size" if make is curvax.micro_vmap else "chunk_size": 2}
+        mapped = make(lambda *args, **named: args[0] + named["y"], in_axes=(0, 0), **options)
+        with pytest.raises(ValueError, match=r"keywords \['y'\]"):
+            mapped(self.y, y=self.y)

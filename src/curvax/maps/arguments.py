@@ -68,19 +68,23 @@ def mapped_arguments(
 ) -> Batch:
     """Return the batch of a call to a vectorised `fun`, with `in_axes` as `jax.vmap` takes them.
 
-    Keyword arguments are mapped over axis 0.
+    A tuple has an entry for each argument in the order of the parameters of `fun`, whether it is
+    passed by position or by keyword. Keyword arguments without an entry are mapped over axis 0.
     """
-    if isinstance(in_axes, list):
-        in_axes = tuple(in_axes)
-    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+    if not isinstance(in_axes, tuple | list):
+        return _batch(fun, args, kwargs, [in_axes] * len(args), dict.fromkeys(kwargs, 0))
+    by_position, by_keyword = in_axes[: len(args)], in_axes[len(args) :]
+    parameters = _positional_parameters(fun)[len(args) : len(in_axes)]
+    keywords = [parameter.name for parameter in parameters if parameter.name in kwargs]
+    if len(by_position) < len(args) or len(keywords) < len(by_keyword):
         raise ValueError(
             f"{where()}: in_axes has {len(in_axes)} entries but the function was called with "
-            f"{len(args)} positional arguments. Give one entry for each, or one axis for all; "
-            f"keyword arguments are always mapped over axis 0."
+            f"{len(args)} positional arguments and the keywords {sorted(kwargs)}. Give one entry "
+            f"for each argument, in the order of the function's parameters, or one axis for all; "
+            f"keyword arguments without an entry are mapped over axis 0."
         )
-    if not isinstance(in_axes, tuple):
-        in_axes = (in_axes,) * len(args)
-    return _batch(fun, args, kwargs, in_axes, dict.fromkeys(kwargs, 0))
+    named = dict(zip(keywords, by_keyword, strict=True))
+    return _batch(fun, args, kwargs, by_position, dict.fromkeys(kwargs, 0) | named)
 
 
 def batched_arguments(

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 from jax.sharding import Mesh
 
 from curvax._errors import check_size
@@ -51,7 +52,9 @@ def chunked_vmap(
             computes all at once.
         in_axes: The axis to map over, for all positional arguments or in a tuple with an entry for
             each. An entry is an integer, None for an argument that is passed unchanged, or a
-            pytree prefix of the argument. Keyword arguments are mapped over axis 0.
+            pytree prefix of the argument. Further entries are for arguments passed by keyword, in
+            the order of the parameters of `fun`; keyword arguments without an entry are mapped
+            over axis 0.
         out_axes: Where the mapped axis appears in the outputs: an integer, None for an output that
             is the same for every example, or a pytree prefix of the outputs.
         checkpoint: Rematerialise each chunk in the backward pass.
@@ -114,6 +117,7 @@ def chunked_vmap(
         )
 
     @functools.wraps(fun)
+    @jax.named_scope("chunked_vmap")
     def mapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if budget is None:
             return run(chunk_size, *args, **kwargs)

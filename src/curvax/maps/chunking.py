@@ -190,6 +190,7 @@ def reduce_batch(
     `shard_map` for its shapes; with `trace_once` that is the only trace.
     """
     plan, sharding = reduction.plan, reduction.sharding
+    compute = jax.named_scope("microbatch")(compute)  # For profiles.
 
     def reduce(arrays: Arrays, unbatched: Arrays, limit: Size | None) -> PyTree:
         return reduce_chunks(

@@ -110,6 +110,7 @@ def micro_grad(
             microbatches are those of one device with a `microbatch_size` D times as large; this
             requires a "strided" order and a number of examples that is divisible by D times the
             microbatch size.
+            Ignored if there are no microbatches: without a size or a budget.
         in_axes: The batch axis of all batch arguments, or a sequence with an entry for each of
             `batch_argnums`; an entry may be a pytree prefix of the argument, with None for leaves
             that are not batched.
@@ -211,10 +212,12 @@ def micro_grad(
         )
 
     @functools.wraps(fun)
+    @jax.named_scope("micro_grad")
     def gradients(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PerExample]:
         args, kwargs = _by_position(fun, args, kwargs)
         limit = num_real_microbatches
         if budget is None:
+            limit = None if microbatch_size is None else limit
             return run(microbatch_size, limit, *args, **kwargs)
         length = batch_of(args, kwargs).length
         options = argnums, batch_argnums, accumulator, transform_fn, metrics_fn, in_axes, vmap_fn

@@ -52,7 +52,9 @@ def micro_vmap(
         fun: Function of one example.
         in_axes: The axis to map over, for all positional arguments or in a tuple with an entry for
             each. An entry is an integer, None for an argument that is passed unchanged, or a
-            pytree prefix of the argument. Keyword arguments are mapped over axis 0.
+            pytree prefix of the argument. Further entries are for arguments passed by keyword, in
+            the order of the parameters of `fun`; keyword arguments without an entry are mapped
+            over axis 0.
         out_axes: Where the mapped axis appears in concatenated outputs: an integer, None for an
             output that is the same for every example, or a pytree prefix of the outputs. Reduced
             outputs have no such axis: their entry is ignored, but must be an integer.
@@ -71,6 +73,7 @@ def micro_vmap(
             derivative. On a mesh of D devices, microbatch i is the union of microbatch i of every
             device, as on one device with D times the `microbatch_size`. This requires a "strided"
             order and a number of examples that is divisible by D times the microbatch size.
+            Ignored if there are no microbatches: without a size or a budget.
         order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
@@ -141,9 +144,11 @@ def micro_vmap(
         )
 
     @functools.wraps(fun)
+    @jax.named_scope("micro_vmap")
     def mapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         limit = num_real_microbatches
         if budget is None:
+            limit = None if microbatch_size is None else limit
             return run(microbatch_size, limit, *args, **kwargs)
         length = mapped_arguments(fun, args, kwargs, in_axes).length
         options = as_key((in_axes, out_axes, accumulator, vmap_fn))

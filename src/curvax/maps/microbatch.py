@@ -75,6 +75,7 @@ def microbatch(
             traced value lets one program serve every number, but has no reverse-mode derivative. On
             a mesh each device runs that many microbatches of its shard; this requires a "strided"
             order and microbatches of equal size.
+            Ignored if there are no microbatches: without a size or a budget.
         order: "strided": of M microbatches, microbatch i holds examples i, i + M, i + 2M, …, so
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
@@ -154,9 +155,11 @@ def microbatch(
         return reduce_batch(once, batch, reduction)
 
     @functools.wraps(fun)
+    @jax.named_scope("microbatch")
     def microbatched(*args: PyTree, **kwargs: PyTree) -> PyTree:
         limit = num_real_microbatches
         if budget is None:
+            limit = None if microbatch_size is None else limit
             return run(microbatch_size, limit, *args, **kwargs)
         length = batch_of(args, kwargs).length
         options = as_key((argnums, argnames, in_axes, accumulator))
