@@ -1,5 +1,8 @@
 """Curvature in JAX, within the memory you have."""
 
+import importlib
+import sys
+
 from curvax import _jax as _jax  # First: it raises an error if JAX is too old.
 
 # isort: split
@@ -218,3 +221,15 @@ __all__ = [
     "spectral_density",
     "verify_curvature",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import `curvax.kfac_jax` when it is first used; say where the names of kfac_jax are."""
+    if name == "kfac_jax":
+        return importlib.import_module("curvax.kfac_jax")
+    hint = ""
+    if not name.startswith("_"):
+        path = importlib.import_module("curvax.kfac_jax.import_paths").path_of(name)
+        hint = f". kfac_jax's {name!r} is at `{path}`" if path else ""
+    message = f"module 'curvax' has no attribute {name!r}{hint}"
+    raise AttributeError(message, name=name, obj=sys.modules["curvax"])
