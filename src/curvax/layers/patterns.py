@@ -147,22 +147,20 @@ class GraphPattern:
         inputs = jax.tree.unflatten(trees[0], [x])
         return self.compute_func(inputs, jax.tree.unflatten(trees[1], list(params)))
 
-    def tag_of(self, constants: Mapping[str, Any], num_inputs: int, num_params: int) -> LayerTag:
+    def tag_of(self, constants: Mapping[str, Any]) -> LayerTag:
         """Return the tag of a layer that the pattern found: `tag_primitive`.
 
         Override it if the tag depends on what was found.
 
         Arguments:
             constants: What `parameters_extractor_func` returned.
-            num_inputs: Number of inputs of the layer.
-            num_params: Number of its parameters.
 
         Examples:
             >>> import curvax
-            >>> curvax.DEFAULT_GRAPH_PATTERNS[0].tag_of({}, num_inputs=1, num_params=2)
+            >>> curvax.DEFAULT_GRAPH_PATTERNS[0].tag_of({})
             dense_tag
         """
-        del constants, num_inputs, num_params
+        del constants
         return self.tag_primitive
 
     def program(self) -> tuple[Program, int]:
@@ -212,7 +210,7 @@ class Match:
     @cached_property
     def tag(self) -> LayerTag:
         """The tag of the layer."""
-        return self.pattern.tag_of(self.constants, len(self.inputs), len(self.params))
+        return self.pattern.tag_of(self.constants)
 
 
 def matches(
