@@ -873,7 +873,8 @@ def where_kept(mask: Array | None, x: Array) -> Array:
     """Set `x` to zero where a mask of its leading axes is zero; None masks nothing."""
     if mask is None:
         return x
-    return jnp.where(mask.astype(bool).reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
+    is_kept = mask.astype(bool).reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+    return jnp.where(is_kept, x, jnp.zeros((), x.dtype))
 
 
 def columns(x: Array) -> Array:
