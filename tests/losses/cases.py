@@ -144,6 +144,27 @@ LOG_PROBS = [
         answers,
     ),
     Case("a bit", BITS, {"logits": normal(17, 3), "targets": MASK, "weight": np.array(2)}, answers),
+    Case(
+        "masked bits of examples",
+        BITS,
+        {
+            "logits": normal(30, 3, 2),
+            "targets": (normal(31, 3, 2) > 0).astype(float),
+            "mask": MASK,
+            "weight": EACH,
+        },
+        answers,
+    ),
+    Case(
+        "masked bits",
+        BITS,
+        {
+            "logits": normal(32, 3, 2),
+            "targets": np.abs(np.sin(normal(33, 3, 2))),
+            "mask": np.array([[True, False], [True, True], [False, False]]),
+        },
+        answers,
+    ),
     Case("class", CLASS, {"logits": normal(18, 3, 3), "targets": np.array([2, 0, 1])}, classes),
     Case(
         "classes along a sequence",
@@ -195,7 +216,8 @@ SOME = [
     LOG_PROBS[3],
     LOG_PROBS[8],
     LOG_PROBS[10],
-    LOG_PROBS[13],
+    LOG_PROBS[12],
+    LOG_PROBS[15],
     *FUNCTIONS[1:],
 ]
 BY_NAME = {case.name: case for case in CASES}

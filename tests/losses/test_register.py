@@ -39,6 +39,12 @@ REGISTERED = [
         {"weight": jnp.array(2.0)},
         BERNOULLI,
     ),
+    (curvax.register_sigmoid_cross_entropy_loss, {"targets": BITS, "mask": MASK}, BERNOULLI),
+    (
+        curvax.register_multi_bernoulli_predictive_distribution,
+        {"targets": BITS, "mask": BITS, "weight": jnp.array(2.0)},
+        BERNOULLI,
+    ),
     (curvax.register_softmax_cross_entropy_loss, {"targets": CLASSES}, CATEGORICAL),
     (curvax.register_softmax_cross_entropy_loss, {"targets": SOFT, "mask": MASK}, ONE_HOT),
     (
@@ -109,6 +115,13 @@ def test_one_example_at_a_time_under_vmap():
     (loss,) = registered_losses(jax.vmap(register), LOGITS, CLASSES)
     assert_same(loss.evaluate(), CATEGORICAL(LOGITS, CLASSES).evaluate())
     assert_same(jax.vmap(curvax.register_squared_error_loss)(LOGITS[:, 0]), LOGITS[:, 0], 0, 0)
+
+
+@pytest.mark.parametrize("mask", [MASK[:2], MASK[0], jnp.ones((3, 3))])
+def test_masks_of_labels_have_the_leading_axes_of_the_logits(mask):
+    words = r"from one entry per example, \(3,\), to one per label, \(3, 4\), got the shape"
+    with pytest.raises(ValueError, match=rf"{words} {re.escape(str(mask.shape))}"):
+        curvax.register_sigmoid_cross_entropy_loss(LOGITS, mask=mask)
 
 
 def test_numpy_arrays_and_lists_of_targets():

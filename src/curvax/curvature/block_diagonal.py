@@ -51,6 +51,7 @@ from curvax.curvature.estimation_modes import (
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import run_assigned
+from curvax.layers.tags import TAG_NAMES
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
@@ -233,9 +234,10 @@ def _check_ctors(
 ) -> None:
     """Check that the tags and parameters for which block classes are given exist."""
     layers, indices = at.processed.layers, at.processed.layer_indices
-    present = {layer.tag_name for layer in layers}
+    # A user-defined tag has no default block, and a model need not have layers of each kind.
+    known = {layer.tag_name for layer in layers} | TAG_NAMES
     for name in tag_ctors:
-        if name not in present:
+        if name not in known:
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:

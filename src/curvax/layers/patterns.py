@@ -1,9 +1,10 @@
 """`GraphPattern`: a user-defined kind of layer, given as a small function to look for in a program.
 
 A pattern is found where the program computes what the pattern's function computes, operation by
-operation, from values of the program and parameters. A `GraphMatcherComparator` decides which
-operations are the same. The default patterns are not matched in this way: they name what detection
-finds by meaning (`detection/uses.py`), so that it can be skipped.
+operation, from values of the program and parameters, in whatever steps these are broadcast. A
+`GraphMatcherComparator` decides which operations are the same. The default patterns are not matched
+in this way: they name what detection finds by meaning (`detection/uses.py`), so that it can be
+skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,22 @@ class GraphPattern:
         inputs = jax.tree.unflatten(trees[0], [x])
         return self.compute_func(inputs, jax.tree.unflatten(trees[1], list(params)))
 
+    def tag_of(self, constants: Mapping[str, Any]) -> LayerTag:
+        """Return the tag of a layer that the pattern found: `tag_primitive`.
+
+        Override it if the tag depends on what was found.
+
+        Arguments:
+            constants: What `parameters_extractor_func` returned.
+
+        Examples:
+            >>> import curvax
+            >>> curvax.DEFAULT_GRAPH_PATTERNS[0].tag_of({})
+            dense_tag
+        """
+        del constants
+        return self.tag_primitive
+
     def program(self) -> tuple[Program, int]:
         """Return the program to look for, and the number of its inputs that are not parameters.
 
@@ -189,6 +206,11 @@ class Match:
         """The static parameters of the tag."""
         extract = self.pattern.parameters_extractor_func
         return dict(extract([node.equation for node in self.nodes]))
+
+    @cached_property
+    def tag(self) -> LayerTag:
+        """The tag of the layer."""
+        return self.pattern.tag_of(self.constants)
 
 
 def matches(
@@ -240,6 +262,81 @@ class _Bound:
     operands: dict[Operand, Operand]
     nodes: tuple[Node, ...]
 
+    def with_operand(self, wanted: Operand, operand: Operand) -> "_Bound":
+        return _Bound({**self.operands, wanted: operand}, self.nodes)
+
+    def with_nodes(self, nodes: Sequence[Node]) -> "_Bound":
+        return _Bound(self.operands, (*self.nodes, *nodes))
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """How an operand is broadcast from another, by any number of operations.
+
+    The same array is broadcast in one step or in several, by `broadcast_in_dim` or by a `reshape`
+    that adds axes of length one, depending on how a model is written and on the transformations
+    around it. Casts between real types count as well.
+
+    Attributes:
+        source: What is broadcast.
+        axes: The axis of the source that each axis of the result is; None for a new one.
+        nodes: The operations, the last one first.
+    """
+
+    source: Operand
+    axes: tuple[int | None, ...]
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def to(cls, operand: Operand, made_by: Mapping[Operand, Node]) -> "_Broadcast":
+        """Return how an operand of a program is broadcast, from as far back as it is."""
+        axes: tuple[int | None, ...] = tuple(range(len(operand.shape)))
+        nodes: list[Node] = []
+        while (node := made_by.get(operand)) is not None:
+            step = _broadcast_axes(node)
+            if step is None:
+                break
+            axes = tuple(None if axis is None else step[axis] for axis in axes)
+            nodes.append(node)
+            operand = node.inputs[0]
+        return cls(operand, axes, tuple(nodes))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the operand is the source in another type, not broadcast."""
+        is_same = self.axes == tuple(range(len(self.source.shape)))
+        return bool(self.nodes) and is_same
+
+
+def _broadcast_axes(node: Node) -> tuple[int | None, ...] | None:
+    """Return the axis of the input that each axis of the output is; None if it is no broadcast."""
+    if node.name not in ("convert_element_type", "broadcast_in_dim", "reshape"):
+        return None
+    (source, *others), (output,) = node.inputs, node.outputs
+    if others or not all(map(_is_real, (source, output))):
+        return None
+    before, after = source.shape, output.shape
+    if node.name == "convert_element_type":
+        return tuple(range(len(after)))
+    if node.name == "broadcast_in_dim":
+        dims = node.params["broadcast_dimensions"]
+        kept = {dim: axis for axis, dim in enumerate(dims) if before[axis] == after[dim]}
+        return tuple(kept.get(dim) for dim in range(len(after)))
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    # Axes of length one are added or removed; a scalar or a feature is at the end.
+    left, axes = list(range(len(before))), []
+    for size in reversed(after):
+        while left and before[left[-1]] == 1 != size:
+            left.pop()
+        axes.append(left.pop() if left and before[left[-1]] == size else None)
+    return tuple(reversed(axes))
+
+
+def _is_real(operand: Operand) -> bool:
+    dtype = jnp.result_type(operand.value) if isinstance(operand, Constant) else operand.dtype
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
 
 @dataclass(frozen=True)
 class _Matcher:
@@ -254,19 +351,29 @@ class _Matcher:
             return bound if known else None
         if wanted in bound.operands:
             return bound if bound.operands[wanted] is operand else None
-        here = _Bound({**bound.operands, wanted: operand}, bound.nodes)
+        here = bound.with_operand(wanted, operand)
         made = self.pattern_made_by.get(wanted)
         if made is None:  # An input of the pattern.
             return here if len(wanted.shape) == len(operand.shape) else None
-        node = self.made_by.get(operand)
+        in_pattern = _Broadcast.to(wanted, self.pattern_made_by)
+        in_program = _Broadcast.to(operand, self.made_by)
+        if in_pattern.nodes:
+            is_same = in_pattern.axes == in_program.axes
+            here = here.with_nodes(in_program.nodes)
+            return self.unify(in_pattern.source, in_program.source, here) if is_same else None
+        if in_program.is_cast:
+            return self.unify(wanted, in_program.source, bound.with_nodes(in_program.nodes))
+        return self._unify_nodes(made, self.made_by.get(operand), here)
+
+    def _unify_nodes(self, made: Node, node: Node | None, bound: _Bound) -> _Bound | None:
+        """Return `bound` with the operands of a node for those of a node of the pattern."""
         if node is None or not self.comparator.are_alike(made.equation, node.equation):
             return None
-        here = _Bound(here.operands, (*here.nodes, node))
         orders = [node.inputs]
         if node.name in self.comparator.commuting:
             orders.append(node.inputs[::-1])
         for order in orders:
-            result: _Bound | None = here
+            result: _Bound | None = bound.with_nodes((node,))
             for wanted_input, node_input in zip(made.inputs, order, strict=True):
                 result = None if result is None else self.unify(wanted_input, node_input, result)
             if result is not None:

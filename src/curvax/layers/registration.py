@@ -166,7 +166,7 @@ def register(
         RegistrationError: If no loss is registered, or one was lost or has no derivative in any
             parameter; or, with `strict`, if a parameter is not in a layer of a known kind.
         ValueError: If `params_index` is out of range, or a tag has one parameter twice.
-        TypeError: If a parameter is not an array of real or complex numbers.
+        TypeError: If a parameter is not an array of real numbers.
     """
     args = tuple(func_args)
     if not -len(args) <= params_index < len(args):
@@ -227,17 +227,25 @@ def registers_loss(func: Fun, func_args: Sequence[PyTree]) -> bool:
 
 
 def _check_real(params: PyTree) -> None:
-    """Check that all parameters are arrays that have derivatives."""
+    """Check that all parameters are arrays of real numbers, which have derivatives."""
     dtype: Any = lambda leaf: float if isinstance(leaf, float) else getattr(leaf, "dtype", None)
-    wrong = [
-        f"{jax.tree_util.keystr(path)} ({dtype(leaf) or type(leaf).__name__})"
+    kinds = {
+        jax.tree_util.keystr(path): dtype(leaf) or type(leaf).__name__
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if dtype(leaf) is None or not jnp.issubdtype(dtype(leaf), jnp.inexact)
-    ]
-    if wrong:
+        if dtype(leaf) is None or not jnp.issubdtype(dtype(leaf), jnp.floating)
+    }
+    of_kinds = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    complex_ones = [kind for kind in kinds.values() if str(kind).startswith("complex")]
+    if complex_ones and len(complex_ones) == len(kinds):
         raise TypeError(
-            f"{where()}: parameters are arrays of real or complex numbers, but {', '.join(wrong)} "
-            f"are not. Keep them out of the parameters, as with equinox.partition."
+            f"{where()}: parameters are arrays of real numbers, but {of_kinds} are complex. Make "
+            f"the real and the imaginary part two parameters, and combine them in the model with "
+            f"jax.lax.complex(real, imaginary); predictions may be complex."
+        )
+    if kinds:
+        raise TypeError(
+            f"{where()}: parameters are arrays of real numbers, but {of_kinds} are not. Keep them "
+            f"out of the parameters, as with equinox.partition."
         )
 
 

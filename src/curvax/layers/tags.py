@@ -8,6 +8,9 @@ from curvax._errors import where
 from curvax._jax import Tag
 from curvax._types import Array
 
+TAG_NAMES: set[str] = set()
+"""The names of all tags that have been made. JAX keeps primitives alive for ever as well."""
+
 
 class LayerTag(Tag):
     """A primitive that tags a layer: its outputs, its inputs and its parameters.
@@ -45,6 +48,7 @@ class LayerTag(Tag):
             )
         super().__init__(name, num_outputs, multiple_results=num_outputs > 1)
         self._num_inputs = num_inputs
+        TAG_NAMES.add(name)
 
     @property
     def num_outputs(self) -> int:

@@ -20,6 +20,7 @@ from curvax.losses.loss_function import (
     DistributionNegativeLogProbLoss,
     WithTargets,
     given_targets,
+    where_kept,
     widened,
 )
 
@@ -122,11 +123,7 @@ class CategoricalLogitsNegativeLogProbLoss(WithTargets, DistributionNegativeLogP
         return jax.nn.log_softmax(widened(self._kept(self._logits)))
 
     def _kept(self, x: Array) -> Array:
-        """Set `x` to zero where the mask is."""
-        if self._mask is None:
-            return x
-        mask = self._mask.astype(bool)
-        return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0)
+        return where_kept(self._mask, x)
 
 
 class OneHotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):

@@ -90,10 +90,13 @@ class Bernoulli:
 
     def log_prob(self, value: ArrayLike) -> Array:
         """Return the log-probability of each example's outcome; fractions interpolate."""
+        return sum_of_events(self.log_prob_of_each(value)).astype(self.logits.dtype)
+
+    def log_prob_of_each(self, value: ArrayLike) -> Array:
+        """Return the log-probability of each variable's outcome, in at least float32."""
         logits = widened(self.logits)
         ones = jnp.asarray(value).astype(logits.dtype)
-        terms = ones * jax.nn.log_sigmoid(logits) + (1 - ones) * jax.nn.log_sigmoid(-logits)
-        return sum_of_events(terms).astype(self.logits.dtype)
+        return ones * jax.nn.log_sigmoid(logits) + (1 - ones) * jax.nn.log_sigmoid(-logits)
 
     def entropy(self) -> Array:
         """Return the entropy for each example."""

@@ -869,6 +869,14 @@ def over_examples(x: ArrayLike, like: Array) -> Array:
     return array.reshape(array.shape + (1,) * (like.ndim - array.ndim)) if array.ndim else array
 
 
+def where_kept(mask: Array | None, x: Array) -> Array:
+    """Set `x` to zero where a mask of its leading axes is zero; None masks nothing."""
+    if mask is None:
+        return x
+    is_kept = mask.astype(bool).reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+    return jnp.where(is_kept, x, jnp.zeros((), x.dtype))
+
+
 def columns(x: Array) -> Array:
     """Return a batch of arrays as it is, and a batch of scalars as one of vectors of length one."""
     return x if x.ndim > 1 else x[..., None]

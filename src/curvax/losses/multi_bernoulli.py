@@ -1,6 +1,9 @@
 """Sigmoid cross-entropy: the loss of independent binary labels, as a function of their logits.
 
 With `p = sigmoid(logits)`, the Fisher matrix is `diag(p (1 − p))`, and so is the Hessian.
+
+The loss of a masked label is the constant 0 for any logit and target, also if these are infinite or
+NaN.
 """
 
 from collections.abc import Sequence
@@ -11,7 +14,14 @@ from jax.typing import ArrayLike
 
 from curvax._types import Array
 from curvax.losses.distributions import Bernoulli
-from curvax.losses.loss_function import DistributionNegativeLogProbLoss, WithTargets, widened
+from curvax.losses.loss_function import (
+    DistributionNegativeLogProbLoss,
+    WithTargets,
+    given_targets,
+    sum_of_events,
+    where_kept,
+    widened,
+)
 
 
 class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProbLoss):
@@ -25,6 +35,9 @@ class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProb
         logits: Predictions, with examples along the first axis.
         targets: Zeros and ones, of the shape of the logits.
         weight: Factor of the loss: a scalar, or one per example with shape `(batch,)`.
+        mask: Zeros and ones, or booleans, for the leading axes of the logits: one entry for each
+            example, with shape `(batch,)`, up to one for each label. Where the mask is zero, so are
+            the loss, its gradient and its curvature. None masks nothing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -35,14 +48,28 @@ class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProb
     """
 
     def __init__(
-        self, logits: Array, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
+        self,
+        logits: Array,
+        targets: ArrayLike | None = None,
+        weight: ArrayLike = 1.0,
+        *,
+        mask: ArrayLike | None = None,
     ) -> None:
         super().__init__(targets, weight)
         self._logits = logits
+        self._mask = None if mask is None else jnp.asarray(mask)
+
+    @property
+    def mask(self) -> Array | None:
+        """The mask, or None."""
+        return self._mask
+
+    def _further_independants(self) -> tuple[ArrayLike, ...]:
+        return () if self._mask is None else (self._mask,)
 
     @property
     def dist(self) -> Bernoulli:
-        """The Bernoulli distributions of each example."""
+        """The Bernoulli distributions of each example; the mask plays no part."""
         return Bernoulli(self._logits)
 
     @property
@@ -59,13 +86,23 @@ class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProb
             parameter_dependants: A sequence of one array, the logits.
 
         Returns:
-            A loss with the same targets and weight.
+            A loss with the same targets, weight and mask.
 
         Raises:
             ValueError: If there is not exactly one array.
         """
         (logits,) = self.checked_inputs(parameter_dependants)
-        return type(self)(logits, self._targets, self._weight)
+        return type(self)(logits, self._targets, self._weight, mask=self._mask)
+
+    def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
+        """Compute the negative log-probability of each example's labels, without masked ones."""
+        if self._mask is None:
+            return super().evaluate_unweighted(targets)
+        targets = jnp.asarray(given_targets(self, targets))
+        # Masked entries are replaced first: 0 * NaN is NaN, also in the gradient.
+        unmasked = Bernoulli(self._kept(self._logits))
+        terms = self._kept(unmasked.log_prob_of_each(self._kept(targets)))
+        return -sum_of_events(terms).astype(self._logits.dtype)
 
     def multiply_fisher_unweighted(self, vector: Sequence[Array]) -> tuple[Array]:
         """Multiply a vector by `diag(p (1 − p))`."""
@@ -80,5 +117,8 @@ class MultiBernoulliNegativeLogProbLoss(WithTargets, DistributionNegativeLogProb
     @property
     def _variances(self) -> Array:
         """`p (1 − p)`, as a product of sigmoids: `1 − p` would cancel where p is close to 1."""
-        logits = widened(self._logits)
-        return jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits)
+        logits = widened(self._kept(self._logits))
+        return self._kept(jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits))
+
+    def _kept(self, x: Array) -> Array:
+        return where_kept(self._mask, x)

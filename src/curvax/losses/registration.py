@@ -9,6 +9,7 @@ is for the reader of a model.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._errors import where
@@ -26,7 +27,9 @@ from curvax.losses.tag import LossTag
 normal_mean_tag = LossTag(
     NormalMeanNegativeLogProbLoss, ["mean"], ["targets", "variance", "weight"]
 )
-multi_bernoulli_tag = LossTag(MultiBernoulliNegativeLogProbLoss, ["logits"], ["targets", "weight"])
+multi_bernoulli_tag = LossTag(
+    MultiBernoulliNegativeLogProbLoss, ["logits"], ["targets", "weight", "mask"]
+)
 categorical_tag = LossTag(
     CategoricalLogitsNegativeLogProbLoss, ["logits"], ["targets", "mask", "weight"]
 )
@@ -46,7 +49,8 @@ def register_squared_error_loss(
     variance 0.5, which differs from it by a constant.
 
     Arguments:
-        prediction: Predictions, with examples along the first axis.
+        prediction: Predictions, real or complex, with examples along the first axis. A complex
+            prediction counts as two real ones, its real and its imaginary part.
         targets: Targets, of the shape of the predictions. Needed only for the value of the loss and
             for the estimation mode 'fisher_empirical'.
         weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
@@ -55,7 +59,8 @@ def register_squared_error_loss(
         The predictions, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: If the predictions are not real floating-point, or targets or weight are complex.
+        TypeError: If the predictions are not floating-point, targets of real predictions are
+            complex, or the weight is.
         ValueError: If the targets have another shape, or the weight is negative or has a wrong
             shape.
 
@@ -83,7 +88,9 @@ def register_normal_predictive_distribution(
     over the batch. For `0.5 * ‖target − mean‖²` pass `variance=1.0`.
 
     Arguments:
-        mean: Predicted means, with examples along the first axis.
+        mean: Predicted means, real or complex, with examples along the first axis. A complex mean
+            z, such as a log-wavefunction, counts as two real ones, its real and its imaginary part,
+            of the given variance each: with `O = dz/dw` the curvature is `Re(O† O) / variance`.
         targets: Targets, of the shape of the means. Needed only for the value of the loss and for
             the estimation mode 'fisher_empirical'.
         variance: Positive variance of each entry: a scalar, or one per example with shape
@@ -95,8 +102,8 @@ def register_normal_predictive_distribution(
         The means, tagged. Compute the loss from these.
 
     Raises:
-        TypeError: If the means are not real floating-point, or targets, variance or weight are
-            complex.
+        TypeError: If the means are not floating-point, targets of real means are complex, or
+            variance or weight are.
         ValueError: If the targets have another shape, or variance or weight have a wrong shape or
             sign.
 
@@ -115,7 +122,11 @@ def register_normal_predictive_distribution(
 
 
 def register_sigmoid_cross_entropy_loss(
-    logits: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
+    logits: ArrayLike,
+    targets: ArrayLike | None = None,
+    weight: ArrayLike = 1.0,
+    *,
+    mask: ArrayLike | None = None,
 ) -> Array:
     """Register the sigmoid cross-entropy of independent binary labels, averaged over the batch.
 
@@ -127,14 +138,17 @@ def register_sigmoid_cross_entropy_loss(
         targets: Zeros and ones, or numbers between, of the shape of the logits. Needed only for the
             value of the loss and for the estimation mode 'fisher_empirical'.
         weight: Nonnegative factor of the loss: a scalar, or one per example with shape `(batch,)`.
+        mask: Zeros and ones for the leading axes of the logits: one entry for each example, with
+            shape `(batch,)`, up to one for each label. Where the mask is zero, so are the loss, its
+            gradient and its curvature.
 
     Returns:
         The logits, tagged. Compute the loss from these.
 
     Raises:
         TypeError: If the logits are not real floating-point, or targets or weight are complex.
-        ValueError: If the targets have another shape, or the weight is negative or has a wrong
-            shape.
+        ValueError: If the targets have another shape, the weight is negative or has a wrong shape,
+            or the mask has a wrong shape.
 
     Examples:
         >>> import jax
@@ -153,11 +167,17 @@ def register_sigmoid_cross_entropy_loss(
     if targets is not None:
         targets = _check_same_shape(targets, logits, "logits")
     weight = _check_weight(weight, logits)
-    return _bind(multi_bernoulli_tag, logits=logits, targets=targets, weight=weight)
+    if mask is not None:
+        mask = _check_mask_of_leading_axes(mask, logits)
+    return _bind(multi_bernoulli_tag, logits=logits, targets=targets, weight=weight, mask=mask)
 
 
 def register_multi_bernoulli_predictive_distribution(
-    logits: ArrayLike, targets: ArrayLike | None = None, weight: ArrayLike = 1.0
+    logits: ArrayLike,
+    targets: ArrayLike | None = None,
+    weight: ArrayLike = 1.0,
+    *,
+    mask: ArrayLike | None = None,
 ) -> Array:
     """Register independent Bernoulli distributions as the predictions of a model.
 
@@ -170,14 +190,17 @@ def register_multi_bernoulli_predictive_distribution(
             value of the loss and for the estimation mode 'fisher_empirical'.
         weight: Nonnegative factor of the log-probability: a scalar, or one per example with shape
             `(batch,)`. This is not a temperature.
+        mask: Zeros and ones for the leading axes of the logits: one entry for each example, with
+            shape `(batch,)`, up to one for each label. Where the mask is zero, the log-probability
+            is the constant zero.
 
     Returns:
         The logits, tagged. Compute the loss from these.
 
     Raises:
         TypeError: If the logits are not real floating-point, or targets or weight are complex.
-        ValueError: If the targets have another shape, or the weight is negative or has a wrong
-            shape.
+        ValueError: If the targets have another shape, the weight is negative or has a wrong shape,
+            or the mask has a wrong shape.
 
     Examples:
         >>> import jax
@@ -191,7 +214,7 @@ def register_multi_bernoulli_predictive_distribution(
         >>> registered.dist.probs[:, 0]
         Array([0.5, 0.5, 0.5], dtype=float32)
     """
-    return register_sigmoid_cross_entropy_loss(logits, targets, weight)
+    return register_sigmoid_cross_entropy_loss(logits, targets, weight, mask=mask)
 
 
 def register_softmax_cross_entropy_loss(
@@ -356,12 +379,27 @@ def register_loss(
 def _register_normal(
     mean: ArrayLike, name: str, targets: ArrayLike | None, variance: ArrayLike, weight: ArrayLike
 ) -> Array:
-    mean = _check_predictions(mean, name)
+    mean = jnp.asarray(mean)
+    is_complex = jnp.issubdtype(mean.dtype, jnp.complexfloating)
+    mean = mean if is_complex else _check_predictions(mean, name)
     if targets is not None:
         targets = _check_same_shape(targets, mean, name)
     variance = _check_variance(variance, mean)
     weight = _check_weight(weight, mean)
-    return _bind(normal_mean_tag, mean=mean, targets=targets, variance=variance, weight=weight)
+    if not is_complex:
+        return _bind(normal_mean_tag, mean=mean, targets=targets, variance=variance, weight=weight)
+    # Two real predictions: with O = dz/dw, their curvature is Re(O* O) / variance.
+    arrays = {
+        "mean": _real_and_imaginary(mean),
+        "targets": None if targets is None else _real_and_imaginary(targets),
+    }
+    tagged = _bind(normal_mean_tag, num_part_axes=1, **arrays, variance=variance, weight=weight)
+    return lax.complex(tagged[..., 0], tagged[..., 1])
+
+
+def _real_and_imaginary(x: Array) -> Array:
+    """Return the parts of complex numbers along a new last axis, so that examples stay first."""
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
 
 
 def _categorical_tag_for(targets: Array, logits: Array) -> LossTag:
@@ -389,9 +427,15 @@ def _categorical_tag_for(targets: Array, logits: Array) -> LossTag:
     return categorical_tag
 
 
-def _bind(tag: LossTag, **arrays: Array | None) -> Array:
+def _bind(tag: LossTag, *, num_part_axes: int = 0, **arrays: Array | None) -> Array:
+    """Tag the arrays that are given.
+
+    Of the last axes of a prediction, `num_part_axes` are parts of a number and were added to the
+    user's array.
+    """
     given = {name: x for name, x in arrays.items() if x is not None}
-    return tag.bind(*given.values(), args_names=tuple(given))[0]
+    names, static = tuple(given), {"num_part_axes": num_part_axes} if num_part_axes else {}
+    return tag.bind(*given.values(), args_names=names, **static)[0]
 
 
 def _check_predictions(x: ArrayLike, name: str, *, min_ndim: int = 0) -> Array:
@@ -400,7 +444,9 @@ def _check_predictions(x: ArrayLike, name: str, *, min_ndim: int = 0) -> Array:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"{where()}: {name} must be real floating-point numbers, got {array.dtype}. Curvature "
-            f"is taken in them; convert them if they are meant to be real."
+            f"is taken in them; convert them if they are meant to be real. Complex predictions "
+            f"have curvature as means of normal distributions: "
+            f"curvax.register_normal_predictive_distribution."
         )
     if array.ndim < min_ndim:
         raise ValueError(
@@ -417,8 +463,11 @@ def _check_same_shape(targets: ArrayLike, predictions: Array, name: str) -> Arra
             f"{where()}: targets must have the shape of {name}, {predictions.shape}, got "
             f"{array.shape}. Reshape or broadcast them first."
         )
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{where()}: targets must be real numbers, got {array.dtype}.")
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(predictions.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{where()}: targets must be real numbers where {name} is real, got {array.dtype}."
+        )
     return array
 
 
@@ -429,6 +478,19 @@ def _check_mask(mask: ArrayLike, logits: Array) -> Array:
         raise ValueError(
             f"{where()}: the mask has one entry per example, so for logits of shape "
             f"{logits.shape} its shape is {expected}, got {array.shape}."
+        )
+    return array
+
+
+def _check_mask_of_leading_axes(mask: ArrayLike, logits: Array) -> Array:
+    """Return a mask as an array; check that its axes are the leading axes of the logits."""
+    array = jnp.asarray(mask)
+    least = min(1, logits.ndim)
+    if array.ndim < least or array.shape != logits.shape[: array.ndim]:
+        raise ValueError(
+            f"{where()}: the mask has the leading axes of the logits, from one entry per example, "
+            f"{logits.shape[:least]}, to one per label, {logits.shape}, got the shape "
+            f"{array.shape}."
         )
     return array
 

@@ -8,7 +8,7 @@ that the tags in the program can be compared with the registrations.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -91,6 +91,18 @@ class LossTag(Tag):
     def least_axes(self) -> int:
         """Minimum number of axes of a prediction, the batch axis included."""
         return getattr(self._cls, "least_axes", 1)
+
+    def least_axes_of_batch(self, params: Mapping[str, Any]) -> int:
+        """Return the number of axes from which on predictions are a batch, not one example.
+
+        Inside `jax.vmap`, a vector belongs to one example, and is not a batch of scalars. Axes for
+        the parts of a complex number do not count.
+
+        Arguments:
+            params: Static parameters of the equation of a bound tag.
+        """
+        least = max(self.least_axes, 2 if params["stacked"] else 1)
+        return least + params.get("num_part_axes", 0)
 
     def loss(self, *args: ArrayLike, args_names: Sequence[str]) -> LossFunction:
         """Return the loss of the operands of a bound tag.

@@ -111,8 +111,7 @@ class ValueFunction:
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
                 f"{where()}: the loss must be one real number, got {loss.dtype}{list(loss.shape)}. "
-                f"If value_and_grad_func returns more than the loss, set value_func_has_aux=True "
-                f"or value_func_has_state=True."
+                f"{self._advice_on_loss(loss)}"
             )
         self._check_gradient(func_args[0], gradient)
         return Evaluation(loss, func_state, aux, gradient)
@@ -132,6 +131,18 @@ class ValueFunction:
         if expected == 3:
             return parts[0], parts[1], parts[2]
         return (parts[0], parts[1], None) if self.has_state else (parts[0], None, parts[1])
+
+    def _advice_on_loss(self, loss: Array) -> str:
+        """Return what to do about a loss that is not one real number."""
+        if jnp.issubdtype(loss.dtype, jnp.complexfloating) and not loss.shape:
+            return (
+                "Return its real part, which is what is minimised, and the complex number in aux."
+            )
+        options = {"value_func_has_aux": self.has_aux, "value_func_has_state": self.has_state}
+        unset = [f"{name}=True" for name, is_set in options.items() if not is_set]
+        if loss.shape or not unset:
+            return "Return its mean over the examples, or their sum, as a floating-point number."
+        return f"If value_and_grad_func returns more than the loss, set {' or '.join(unset)}."
 
     def _wrong(self, out: PyTree, expected: str) -> TypeError:
         return TypeError(

@@ -936,7 +936,7 @@ class _ForwardWalk:
         if examples.total == 1:
             return
         num_mapped = sum(level[0] for level in node.params["stacked"])
-        least_axes = max(node.equation.primitive.least_axes, 2 if node.params["stacked"] else 1)
+        least_axes = node.equation.primitive.least_axes_of_batch(node.params)
         has_batch = len(examples.dims) - num_mapped >= least_axes
         num_leading = num_mapped + (1 if has_batch else 0)
         leading_only = all(

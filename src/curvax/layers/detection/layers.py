@@ -388,7 +388,7 @@ def _matched_layers(
             continue
         covered.update(match.nodes)
         taken.update(params)
-        layer = layers.get(key, FoundLayer(match.pattern.tag_primitive.name, params))
+        layer = layers.get(key, FoundLayer(match.tag.name, params))
         # The output of the match is tagged, and read from the tag.
         bypassed = layer.uncovered + found.read_elsewhere(match.nodes)
         bypassed -= found.readers[match.nodes[0].outputs[0]] > 0

@@ -370,7 +370,7 @@ def _use_of_match(match: Match, lengths: Sequence[int], examples: ExamplesAt) ->
     if pattern.in_values_preprocessor is not None:
         views, inputs = _preprocessed(match)
     shapes = list(map(_shape, inputs)), [_shape(match.output)]
-    use = _custom(pattern.tag_primitive, match.constants, views, lengths, examples, *shapes)
+    use = _custom(match.tag, match.constants, views, lengths, examples, *shapes)
     is_as_found = pattern.in_values_preprocessor is None and len(match.inputs) == 1
     if isinstance(use, CustomUse) and is_as_found and _is_linear(pattern.compute, use):
         return replace(use, function=pattern.compute)
@@ -401,7 +401,7 @@ def _preprocessed(match: Match) -> tuple[tuple[ParamView, ...], Sequence[Operand
     }
     state = Interpreter.of(program, views, Examples(), is_tagged=True)
     state.walk(program)
-    num_inputs = match.pattern.tag_primitive.num_inputs
+    num_inputs = match.tag.num_inputs
     found = state.params_of(program.outputs[num_inputs:])
     return checked_params(match.pattern.name, found), program.outputs[:num_inputs]
 
@@ -608,7 +608,7 @@ def _tag_match(match: Match, use: LayerUse, output: Array, values: Values) -> Ar
     operands = [values[operand] for operand in (*match.inputs, *match.params)]
     if pattern.in_values_preprocessor is not None:
         operands = list(pattern.in_values_preprocessor(operands))
-    return pattern.tag_primitive.bind(output, *operands, **{**match.constants, "use": use})
+    return match.tag.bind(output, *operands, **{**match.constants, "use": use})
 
 
 def _product(

@@ -63,8 +63,7 @@ class LossOperands:
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        # A vector inside vmap belongs to one example, and is not a batch of scalars.
-        least_axes = max(tag.least_axes, 2 if node.params["stacked"] else 1)
+        least_axes = tag.least_axes_of_batch(node.params)
         shared = {k for k, name in enumerate(node.params["args_names"]) if name in _SCALARS}
         arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
         self.dependants = tuple(arrays[:count])
