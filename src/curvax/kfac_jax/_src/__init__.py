@@ -1,6 +1,13 @@
 """kfac_jax's modules by the paths that many programs import them from: the same module objects."""
 
-from curvax.kfac_jax import utils as utils
+from curvax.kfac_jax import (
+    layers_and_loss_tags as layers_and_loss_tags,
+    loss_functions as loss_functions,
+    patches_second_moment as patches_second_moment,
+    tag_graph_matcher as tag_graph_matcher,
+    tracer as tracer,
+    utils as utils,
+)
 from curvax.kfac_jax.import_paths import add_import_path
 
 add_import_path(__name__)

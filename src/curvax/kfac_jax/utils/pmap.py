@@ -42,10 +42,10 @@ def in_pmap(axis_name: str | None) -> bool:
 def wrap_if_pmap(p_func: Callable[[T, str], T]) -> Callable[[T, str | None], T]:
     """Return a function that applies `p_func` inside a mapped axis, and nothing outside of one."""
 
-    @functools.wraps(p_func)
     def wrapped(obj: T, axis_name: str | None) -> T:
         return p_func(obj, axis_name) if axis_name is not None and in_pmap(axis_name) else obj
 
+    wrapped.__name__ = f"{getattr(p_func, '__name__', 'collective')}_if_pmap"
     return wrapped
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -116,7 +116,7 @@ class WithStagedMethods(Finalizable):
         return self._in_staging
 
     @contextlib.contextmanager
-    def staging_context(self) -> Iterator[None]:
+    def staging_context(self) -> Generator[None]:
         """Note that a staged method is being traced."""
         if self._in_staging:
             raise ValueError("A staging context has been already initiated.")

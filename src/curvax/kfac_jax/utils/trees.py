@@ -94,7 +94,7 @@ def inner_product(obj1: PyTree, obj2: PyTree, in_float64: bool = False) -> Array
         in_float64: Whether to compute in float64; needs `jax_enable_x64`.
     """
     _check_alike(obj1, obj2)
-    if in_float64 and not jax.config.jax_enable_x64:
+    if in_float64 and not jax.config.read("jax_enable_x64"):
         raise NotImplementedError(
             "curvax.kfac_jax.utils.inner_product: in_float64=True needs float64. Switch it on with "
             "jax.config.update('jax_enable_x64', True), or leave in_float64 out."
@@ -218,7 +218,7 @@ def to_tuple_or_repeat(x: Numeric | Sequence[Numeric], length: int) -> tuple[Num
             sequence of that length.
         length: The length of the tuple.
     """
-    if isinstance(x, list | tuple):
+    if isinstance(x, Sequence):
         if len(x) != length:
             raise ValueError(f"Expected {length} elements, but got {len(x)}.")
         return tuple(x)
