@@ -248,9 +248,7 @@ def test_comparators_can_be_extended():
         rules.add_commutative_op_name("max")
 
 
-@pytest.mark.parametrize(
-    "name", ["match_pattern", "GraphMatch", "TagLocation", "clean_jaxpr", "make_jax_graph"]
-)
+@pytest.mark.parametrize("name", ["match_pattern", "GraphMatch", "clean_jaxpr", "make_jax_graph"])
 def test_what_is_not_documented_says_so(name):
     func = getattr(matcher, name)
     arguments = inspect.signature(func).parameters.values()

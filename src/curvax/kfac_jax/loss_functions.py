@@ -61,9 +61,8 @@ class LossFunction(loss_function.LossFunction, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_node(
-            cls, lambda loss: loss.tree_flatten(), cls.tree_unflatten
-        )
+        unflatten: Any = cls.tree_unflatten
+        jax.tree_util.register_pytree_node(cls, lambda loss: loss.tree_flatten(), unflatten)
 
     @property
     def dtype(self) -> DType:
@@ -96,26 +95,27 @@ class DistributionNegativeLogProbLoss(
 
 
 class _Named(LossFunction):
-    """A loss whose arrays, optional ones among them, have names."""
+    """A loss whose arrays, optional ones among them, and other settings have names."""
 
     array_names: tuple[str, ...] = ()
-
-    def _arrays(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.array_names}
+    static_names: tuple[str, ...] = ()
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        """Return the arrays that there are, and the names of these."""
-        given = {name: x for name, x in self._arrays().items() if x is not None}
-        return tuple(given.values()), tuple(given)
+        """Return the arrays that there are, and the names of these and all settings."""
+        arrays = {name: getattr(self, name) for name in self.array_names}
+        given = {name: x for name, x in arrays.items() if x is not None}
+        settings = tuple((name, getattr(self, name)) for name in self.static_names)
+        return tuple(given.values()), (tuple(given), settings)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "_Named":
         """Return the loss with these arrays."""
+        names, settings = aux
+        given = {**dict(zip(names, children, strict=True)), **dict(settings)}
+        # JAX also makes pytrees of other things than arrays, which a constructor would reject.
         made = cls.__new__(cls)
-        given = dict(zip(aux, children, strict=True))
-        # JAX also makes pytrees of other things than arrays, of which nothing can be checked.
-        for name in cls.array_names:
-            object.__setattr__(made, f"_{name}", given.get(name))
+        for name in (*cls.array_names, *cls.static_names):
+            setattr(made, f"_{name}", given.get(name))
         return made
 
 
@@ -142,7 +142,8 @@ class NormalMeanNegativeLogProbLoss(
         Array([2.], dtype=float32)
     """
 
-    array_names = ("mean", "targets", "variance", "weight", "normalize_log_prob")
+    array_names = ("mean", "targets", "variance", "weight")
+    static_names = ("normalize_log_prob",)
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class NormalMeanNegativeLogProbLoss(
         targets: ArrayLike | None = None,
         variance: ArrayLike = 0.5,
         weight: ArrayLike = 1.0,
-        normalize_log_prob: ArrayLike = True,
+        normalize_log_prob: bool = True,
     ) -> None:
         super().__init__(mean, targets, variance, weight)
         self._normalize_log_prob = normalize_log_prob
@@ -161,7 +162,7 @@ class NormalMeanNegativeLogProbLoss(
         return self._mean
 
     @property
-    def normalize_log_prob(self) -> ArrayLike:
+    def normalize_log_prob(self) -> bool:
         """Whether the constant is included that makes it a log-density."""
         return self._normalize_log_prob
 
@@ -177,11 +178,21 @@ class NormalMeanNegativeLogProbLoss(
     def evaluate_unweighted(self, targets: ArrayLike | None) -> Array:
         """Compute the negative log-density of each example's target, without the weight."""
         value = super().evaluate_unweighted(targets)
-        constant = type(self)(self._mean, variance=self._variance)
-        at_mean = loss_function.DistributionNegativeLogProbLoss.evaluate_unweighted
-        return value - jnp.where(
-            jnp.asarray(self._normalize_log_prob), 0, at_mean(constant, self._mean)
-        )
+        return value if self._normalize_log_prob else value + self.dist.log_prob(self._mean)
+
+
+class UnnormalizedNormalMeanLoss(NormalMeanNegativeLogProbLoss):
+    """The same without the constant, with arrays as its only arguments, as a tag has them."""
+
+    def __init__(
+        self,
+        mean: Array,
+        targets: ArrayLike | None = None,
+        variance: ArrayLike = 0.5,
+        weight: ArrayLike = 1.0,
+        normalize_log_prob: bool = False,
+    ) -> None:
+        super().__init__(mean, targets, variance, weight, normalize_log_prob)
 
 
 class NormalMeanVarianceNegativeLogProbLoss(
@@ -253,6 +264,7 @@ class OneHotCategoricalLogitsNegativeLogProbLoss(
 
 _CLASSES: dict[type[Any], type[_Named]] = {
     normal.NormalMeanNegativeLogProbLoss: NormalMeanNegativeLogProbLoss,
+    UnnormalizedNormalMeanLoss: NormalMeanNegativeLogProbLoss,
     normal.NormalMeanVarianceNegativeLogProbLoss: NormalMeanVarianceNegativeLogProbLoss,
     multi_bernoulli.MultiBernoulliNegativeLogProbLoss: MultiBernoulliNegativeLogProbLoss,
     categorical.CategoricalLogitsNegativeLogProbLoss: CategoricalLogitsNegativeLogProbLoss,
@@ -267,7 +279,8 @@ def of_kfac_jax(loss: Any) -> Any:
     cls = _CLASSES.get(type(loss))
     if cls is None:
         return loss
-    arrays = {name: getattr(loss, f"_{name}", None) for name in cls.array_names}
+    names = (*cls.array_names, *cls.static_names)
+    arrays = {name: getattr(loss, f"_{name}", None) for name in names}
     return cls(**{name: x for name, x in arrays.items() if x is not None})
 
 
@@ -285,11 +298,7 @@ register_multi_bernoulli_predictive_distribution = (
     registration.register_multi_bernoulli_predictive_distribution
 )
 
-_unnormalised_tag = LossTag(
-    NormalMeanNegativeLogProbLoss,
-    ["mean"],
-    ["targets", "variance", "weight", "normalize_log_prob"],
-)
+_unnormalized_tag = LossTag(UnnormalizedNormalMeanLoss, ["mean"], ["targets", "variance", "weight"])
 
 
 def register_normal_predictive_distribution(
@@ -324,9 +333,8 @@ def register_normal_predictive_distribution(
             "with normalize_log_prob=True alone. Neither gradient nor curvature depend on it."
         )
     arrays = {"mean": mean, "targets": targets, "variance": variance, "weight": weight}
-    arrays |= {"normalize_log_prob": False}
     given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
-    return _unnormalised_tag.bind(*given.values(), args_names=tuple(given))[0]
+    return _unnormalized_tag.bind(*given.values(), args_names=tuple(given))[0]
 
 
 def filter_none(**kwargs: Numeric | None) -> tuple[tuple[Numeric, ...], tuple[str, ...]]:

@@ -9,8 +9,9 @@ curvax finds by meaning.
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -24,11 +25,15 @@ from curvax._types import Array, Fun, PyTree, TreeDef
 from curvax.kfac_jax.layers_and_loss_tags import (
     LayerMetaData,
     LayerTag,
+    layer_eqn_data,
+    layer_eqn_name,
     layer_tag,
     tag_of_variant,
     variant_name,
 )
 from curvax.layers import patterns, registration, tags
+from curvax.layers.detection.layers import Layer
+from curvax.layers.tracing.loss_map import ProcessedJaxpr
 from curvax.losses.tag import LossTag
 
 T = TypeVar("T")
@@ -318,7 +323,9 @@ def _conv2d_parameter_extractor(
     raise ValueError("There is no `conv_general_dilated` among the equations of a convolution.")
 
 
-def _make_conv2d_pattern(with_bias: bool, flax_style: bool) -> GraphPattern:
+def _make_conv2d_pattern(  # pyright: ignore[reportUnusedFunction]  Clients call it.
+    with_bias: bool, flax_style: bool
+) -> GraphPattern:
     """Return the pattern of a convolution with two spatial axes."""
     params = [(3, 3, 5, 4), (4,)] if with_bias else [(3, 3, 5, 4)]
     return GraphPattern(
@@ -348,7 +355,7 @@ def _scale_and_shift_parameter_extractor(
     return {"meta": _meta(variant, sum(has.values())), **has}
 
 
-def _make_scale_and_shift_pattern(
+def _make_scale_and_shift_pattern(  # pyright: ignore[reportUnusedFunction]  Clients call it.
     broadcast_ndim: int, has_scale: bool, has_shift: bool, p_dim: int = 13
 ) -> GraphPattern:
     """Return the pattern of a scale, a shift or both."""
@@ -386,7 +393,7 @@ def _normalization_haiku_preprocessor(in_values: Sequence[Array]) -> tuple[Array
     return (x * inverse, *params)
 
 
-def _make_normalization_haiku_flax_pattern(
+def _make_normalization_haiku_flax_pattern(  # pyright: ignore[reportUnusedFunction]  Clients call it.
     broadcast_ndim: int, has_reshape: bool, p_dim: int = 13, has_shift: bool = True
 ) -> GraphPattern:
     """Return the pattern of the end of a normalisation, as Haiku and Flax write it."""
@@ -513,55 +520,72 @@ class JaxprGraph:
         return found[::-1]
 
 
-class TaggedFunction(registration.TaggedFunction):
-    """A function whose layers are tagged, as `auto_register_tags` returns it.
+@dataclass(frozen=True)
+class TagLocation:
+    """A tag of a layer, and the parameters of the function that it is about.
 
-    Equal to `curvax.TaggedFunction`, except for what kfac_jax's has.
+    Arguments:
+        tag_eqn: The equation of the tag.
+        parent_equations: Always () here.
+        name: Name of the layer; None for that of the equation.
+        params: Variables of the function's parameters; None for those of the equation.
     """
 
-    def __init__(self, func_graph: Any, tag_locations: Sequence[Any]) -> None:
-        raise _not_made("TaggedFunction")
+    tag_eqn: Any
+    parent_equations: Sequence[tuple[Any, int]] = ()
+    name: str | None = field(default=None, kw_only=True)
+    params: tuple[Any, ...] | None = field(default=None, kw_only=True)
 
-    @classmethod
-    def of(
-        cls, tagged: registration.TaggedFunction, func_args: Sequence[PyTree], params_index: int
-    ) -> "TaggedFunction":
-        """Return a function that curvax tagged, for arguments like these."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(tagged))
-        found = made.registration(*func_args)
-        closed, shapes = jax.make_jaxpr(tagged, return_shape=True)(*func_args)
-        inside = found.params_range
-        made._func_graph = JaxprGraph(
-            name="main",
-            closed_jaxpr=closed,
-            params_tree=jax.tree.structure(func_args[params_index]),
-            params_vars=list(closed.jaxpr.invars[inside.start : inside.stop]),
-            out_tree=jax.tree.structure(shapes),
-            tag_ctor=None,
-        )
-        made._names, made._layers = found.names, found.layers
-        made._param_labels = made._labels()
-        return made
+    @property
+    def base_name(self) -> str:
+        """The name of the layer."""
+        return layer_eqn_name(self.tag_eqn) if self.name is None else self.name
 
-    def _labels(self) -> dict[_jax.Var, list[str]]:
-        """Return the names of the layers of each parameter."""
-        counts: dict[str, int] = {}
-        labels: dict[_jax.Var, list[str]] = {}
-        for layer in self._layers:
-            variant = variant_name(layer.tag_name)
-            number = counts.setdefault(variant, 0)
-            counts[variant] += 1
-            for param in layer.params:
-                name = f"Auto[tag_variant={variant}({number})]"
-                labels.setdefault(self._func_graph.params_vars[param], []).append(name)
-        return labels
+    @property
+    def full_name(self) -> str:
+        """The name of the layer."""
+        return self.base_name
+
+    @property
+    def bottom_level_parameters(self) -> tuple[Any, ...]:
+        """The variables of the parameters in the equation of the tag."""
+        data = layer_eqn_data(self.tag_eqn)
+        return () if data is None else data.params
+
+    @property
+    def top_level_parameters(self) -> tuple[Any, ...]:
+        """The variables of the parameters of the function."""
+        return self.bottom_level_parameters if self.params is None else self.params
+
+    def add_parent_eqn(self, eqn: Any, counter: int) -> None:
+        """Raise: not available here."""
+        raise _not_made("TagLocation.add_parent_eqn")
+
+
+class TaggedFunction:
+    """A function whose layers are tagged, for arguments of certain shapes.
+
+    Arguments:
+        func_graph: The function.
+        tag_locations: Its tags.
+    """
+
+    def __init__(self, func_graph: JaxprGraph, tag_locations: Sequence[TagLocation]) -> None:
+        self._func_graph = func_graph
+        self._tag_locations = tag_locations
+        self._param_labels: dict[Any, list[str]] = {}
+        for location in tag_locations:
+            for variable in location.top_level_parameters:
+                self._param_labels.setdefault(variable, []).append(location.full_name)
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Return what the function returns."""
+        outputs = _jax.as_function(self._func_graph.closed_jaxpr)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(self._func_graph.out_tree, outputs)
 
     def check_multiple_registrations(self) -> None:
         """Raise a ValueError if a parameter is in several layers."""
-        variables = self._func_graph.params_vars
-        for variable, name in zip(variables, self._names, strict=True):
-            labels = self._param_labels.get(variable, [])
+        for name, labels in self._labels().items():
             if len(labels) > 1:
                 raise ValueError(
                     f"Parameter {name} has been registered to several tags: {', '.join(labels)}."
@@ -569,10 +593,31 @@ class TaggedFunction(registration.TaggedFunction):
 
     def print_parameter_tags(self) -> None:
         """Log the layers of each parameter."""
-        variables = self._func_graph.params_vars
-        for variable, name in zip(variables, self._names, strict=True):
-            labels = "|".join(self._param_labels.get(variable, ["Orphan"]))
-            logging.getLogger("curvax").info("%s: %s", name, labels)
+        for name, labels in self._labels().items():
+            logging.getLogger("curvax").info("%s: %s", name, "|".join(labels) or "Orphan")
+
+    def _labels(self) -> dict[str, list[str]]:
+        """Return the layers of each parameter, by its path."""
+        graph = self._func_graph
+        tree = jax.tree.unflatten(graph.params_tree, list(graph.params_vars))
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        return {
+            jax.tree_util.keystr(path): self._param_labels.get(variable, [])
+            for path, variable in paths
+        }
+
+
+def _locations(layers: Sequence[Layer], params_vars: Sequence[Any]) -> list[TagLocation]:
+    """Return where the layers of a function are, with a number for each layer of a variant."""
+    counts: Counter[str] = Counter()
+    found: list[TagLocation] = []
+    for layer in layers:
+        variant = variant_name(layer.tag_name)
+        name = f"Auto[tag_variant={variant}({counts[variant]})]"
+        counts[variant] += 1
+        params = tuple(params_vars[k] for k in layer.params)
+        found.append(TagLocation(layer.nodes[0].equation, name=name, params=params))
+    return found
 
 
 def auto_register_tags(
@@ -603,7 +648,7 @@ def auto_register_tags(
         graph_patterns: Patterns to look for, in order of precedence.
 
     Returns:
-        A function of arguments like `func_args`, of any shapes.
+        A function of arguments of the shapes of `func_args`.
     """
     tagged = registration.auto_register_tags(
         func,
@@ -616,18 +661,37 @@ def auto_register_tags(
         graph_patterns=tuple(graph_patterns),
         allow_unused_params=True,
     )
-    return TaggedFunction.of(tagged, func_args, params_index)
+    args = tuple(func_args)
+    closed, shapes = jax.make_jaxpr(tagged, return_shape=True)(*args)
+    processed = ProcessedJaxpr(
+        closed.jaxpr,
+        closed.consts,
+        jax.tree.structure(args),
+        params_index % len(args),
+        allow_left_out_params=True,
+        describes_own_params=True,
+    )
+    params_vars = processed.params_vars_flat
+    graph = JaxprGraph(
+        name="main",
+        closed_jaxpr=closed,
+        params_tree=processed.params_tree,
+        params_vars=params_vars,
+        out_tree=jax.tree.structure(shapes),
+        tag_ctor=None,
+    )
+    return TaggedFunction(graph, _locations(processed.layers, params_vars))
 
 
 # Jaxprs.
 
 
-def to_closed_jaxpr(jaxpr: _jax.Jaxpr | _jax.ClosedJaxpr) -> _jax.ClosedJaxpr:
+def to_closed_jaxpr(jaxpr: Any) -> _jax.ClosedJaxpr:
     """Return a jaxpr without constants as a closed one; a closed one as it is."""
     return jaxpr if hasattr(jaxpr, "consts") else _jax.closed(jaxpr, ())
 
 
-def to_jaxpr_or_closed_jaxpr(closed_jaxpr: _jax.ClosedJaxpr, original: J) -> J:
+def to_jaxpr_or_closed_jaxpr(closed_jaxpr: Any, original: J) -> J:
     """Return a closed jaxpr as it is, or without its constants, like the original."""
     return closed_jaxpr if hasattr(original, "consts") else closed_jaxpr.jaxpr
 
@@ -666,13 +730,6 @@ class GraphMatch:
 
     def __init__(self, pattern: Any, variables_map: Any, graph_eqns: Any) -> None:
         raise _not_made("GraphMatch")
-
-
-class TagLocation:
-    """The place of a tag in kfac_jax's own jaxprs; not available here."""
-
-    def __init__(self, tag_eqn: Any, parent_equations: Any = ()) -> None:
-        raise _not_made("TagLocation")
 
 
 def apply_to_higher_order_primitives(eqn: Any, func: Any) -> Any:

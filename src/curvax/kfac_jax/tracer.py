@@ -24,6 +24,7 @@ from curvax.kfac_jax.loss_functions import LossFunction as LossFunction, of_kfac
 from curvax.kfac_jax.tag_graph_matcher import DEFAULT_GRAPH_PATTERNS, curvax_pattern_names
 from curvax.layers.tags import LayerTag
 from curvax.layers.tracing import layer_inputs, loss_derivatives, loss_map
+from curvax.layers.use import LayerUse
 from curvax.losses.tag import LossTag
 
 T = TypeVar("T")
@@ -92,6 +93,8 @@ class VarMap:
 class ProcessedJaxpr(loss_map.ProcessedJaxpr):
     """A traced function whose losses and layers are tagged, as `curvax.ProcessedJaxpr`.
 
+    Layers are sorted by the smallest index of their parameters.
+
     Arguments:
         jaxpr: Jaxpr of the function.
         consts: Constants of the jaxpr.
@@ -99,6 +102,28 @@ class ProcessedJaxpr(loss_map.ProcessedJaxpr):
         params_index: Index of the argument that holds the parameters.
         allow_left_out_params: Whether there may be parameters that are in no layer.
     """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        in_tree: TreeDef,
+        params_index: int,
+        allow_left_out_params: bool = False,
+        *,
+        describes_own_params: bool = False,
+    ) -> None:
+        super().__init__(
+            jaxpr,
+            consts,
+            in_tree,
+            params_index,
+            allow_left_out_params,
+            describes_own_params=describes_own_params,
+        )
+        self.layers = sorted(self.layers, key=lambda layer: min(layer.params))
+        self.layer_tags = tuple(layer.nodes[0].equation for layer in self.layers)
+        self.layer_indices = tuple(layer.params for layer in self.layers)
 
     @classmethod
     def make_from_func(
@@ -147,9 +172,9 @@ class ProcessedJaxpr(loss_map.ProcessedJaxpr):
 
 def with_default_patterns(auto_registration_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for curvax's `auto_register_tags`, from those for kfac_jax's."""
-    options = {"graph_patterns": DEFAULT_GRAPH_PATTERNS, **auto_registration_kwargs}
-    skipped = curvax_pattern_names(options.get("patterns_to_skip", ()))
-    return {**options, "patterns_to_skip": skipped}
+    skipped = curvax_pattern_names(auto_registration_kwargs.get("patterns_to_skip", ()))
+    defaults = {"graph_patterns": DEFAULT_GRAPH_PATTERNS}
+    return {**defaults, **auto_registration_kwargs, "patterns_to_skip": skipped}
 
 
 def shape_and_type(x: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -364,40 +389,54 @@ def layer_tags_vjp(
         >>> layer.tangents.outputs[0].shape
         (3, 1)
     """
-    options = with_default_patterns(auto_registration_kwargs) if auto_register_tags else {}
-    of_curvax = layer_inputs.layer_tags_vjp(
-        func, params_index, auto_register_tags, raise_error_on_diff_jaxpr, **options
-    )
     _, get_processed_jaxpr = cached_transformation(
         func,
         lambda processed, args: processed,
         params_index,
         auto_register_tags,
         raise_error_on_diff_jaxpr=raise_error_on_diff_jaxpr,
-        **options,
+        **auto_registration_kwargs,
     )
 
     def at(func_args: Sequence[PyTree]) -> tuple[Losses, Fun]:
-        losses, vjp = of_curvax(func_args)
+        leaves = jax.tree.leaves(tuple(func_args))
+        traced = loss_map.LossMap(get_processed_jaxpr(func_args), leaves)
+        operands, vjp = layer_inputs.layer_data_at(traced)
 
         def pull_back(tangents: Sequence[Sequence[Array]]) -> tuple[LayerVjpData[Array], ...]:
-            return tuple(map(_vjp_data, vjp(tangents)))
+            layers = zip(traced.processed.layers, vjp(tangents), strict=True)
+            return tuple(_vjp_data(layer.uses, data) for layer, data in layers)
 
-        return tuple(map(of_kfac_jax, losses)), pull_back
+        return tuple(map(of_kfac_jax, traced.losses(*operands))), pull_back
 
     return at, get_processed_jaxpr
 
 
-def _vjp_data(layer: layer_inputs.LayerData) -> LayerVjpData[Array]:
-    if "outputs" not in layer:
-        raise NotImplementedError(
-            "curvax.kfac_jax.layer_tags_vjp: a layer is used with inputs of different shapes, for "
-            "which kfac_jax has no data. curvax.layer_tags_vjp returns those of each use."
-        )
+def _vjp_data(uses: Sequence[LayerUse], data: layer_inputs.LayerData) -> LayerVjpData[Array]:
+    """Return the data of a layer in the shapes of the model, all uses along the first axis."""
+
+    def of_uses(key: str, is_output: bool) -> Arrays:
+        each = [
+            tuple(use.as_in_model(x, is_output) for x in at_use[key])
+            for use, at_use in zip(uses, data["sites"], strict=True)
+        ]
+        if len({tuple(x.shape[1:] for x in arrays) for arrays in each}) > 1:
+            raise NotImplementedError(
+                "curvax.kfac_jax.layer_tags_vjp: a layer is used with inputs of different shapes, "
+                "for which kfac_jax has no data. curvax.layer_tags_vjp returns those of each use."
+            )
+        return tuple(jnp.concatenate(xs) for xs in zip(*each, strict=True)) if each[1:] else each[0]
+
     return LayerVjpData(
-        primals=LayerData(inputs=layer["inputs"], outputs=layer["outputs"], params=layer["params"]),
+        primals=LayerData(
+            inputs=of_uses("inputs", is_output=False),
+            outputs=of_uses("outputs", is_output=True),
+            params=data["params"],
+        ),
         tangents=LayerData(
-            inputs=(), outputs=layer["outputs_tangents"], params=layer["params_tangents"]
+            inputs=(),
+            outputs=of_uses("outputs_tangents", is_output=True),
+            params=data["params_tangents"],
         ),
     )
 
