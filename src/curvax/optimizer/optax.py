@@ -111,12 +111,13 @@ def kfac(
               `use_adaptive_damping` with `initial_damping`, `min_damping`, `max_damping`,
               `damping_adaptation_interval`, `damping_adaptation_decay`, `damping_lower_threshold`,
               `damping_upper_threshold`, `include_damping_in_quad_change`,
-              `always_use_exact_qmodel_for_damping_adjustment`.
+              `always_use_exact_qmodel_for_damping_adjustment`, `exact_quad_model_matrix_type`;
+              and `precon_damping_mult` or `precon_damping_schedule`.
             - Steps: `norm_constraint`, `use_step_rejection`, `reject_damping_increase_factor`,
               `num_burnin_steps` (zero by default), `batch_process_func`, `batch_size_extractor`.
             - Layers: `register_only_generic`, `strict_registration`, `patterns_to_skip`,
-              `auto_register_kwargs`, `layer_tag_to_block_ctor`,
-              `regularized_parameters_path_exclusions`.
+              `use_automatic_registration`, `auto_register_kwargs`, `layer_tag_to_block_ctor`,
+              `custom_estimator_ctor`, `regularized_parameters_path_exclusions`.
             - Memory and devices: `microbatch_size` or `memory_budget`, `distributed_inverses`,
               `distributed_precon_apply`.
 
@@ -228,8 +229,8 @@ def scale_by_kfac(
               `use_exact_inverses`, `precon_power`, `num_estimator_samples`,
               `batch_size_extractor`.
             - Layers: `register_only_generic`, `strict_registration`, `patterns_to_skip`,
-              `auto_register_kwargs`, `layer_tag_to_block_ctor`,
-              `regularized_parameters_path_exclusions`.
+              `use_automatic_registration`, `auto_register_kwargs`, `layer_tag_to_block_ctor`,
+              `custom_estimator_ctor`, `regularized_parameters_path_exclusions`.
             - Memory and devices: `microbatch_size` or `memory_budget`, `distributed_inverses`,
               `distributed_precon_apply`.
 

@@ -7,7 +7,7 @@ curvature". Estimate and inverses are updated each with a period of their own.
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -82,7 +82,7 @@ class Preconditioner:
 
         `num_shards` is the number of devices over which to shard the state; None to replicate it.
         """
-        make: Callable[..., BlockDiagonalCurvature] = BlockDiagonalCurvature
+        make = config.custom_estimator_ctor or BlockDiagonalCurvature
         if num_shards is not None:
             make = functools.partial(ShardedCurvature, num_devices=num_shards, axis_name=axis)
         estimator = make(
@@ -90,6 +90,7 @@ class Preconditioner:
             0,
             config.estimation_mode,
             config.layer_tag_to_block_ctor,
+            auto_register_tags=config.use_automatic_registration,
             distributed_multiplies=config.distributed_precon_apply,
             distributed_cache_updates=config.distributed_inverses,
             **config.sizes,
