@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.curvature.linalg.psd import psd_eigh, psd_power
 from curvax.kfac_jax.utils.types import Array, Numeric, PyTree
 
@@ -118,21 +119,7 @@ def psd_matrix_norm(
         rng_key: Accepted for compatibility.
     """
     del method_2norm, rng_key
-    matrix = jnp.asarray(matrix)
-    is_dense = matrix.ndim == 2
-    if norm_type == "avg_diag":
-        return jnp.mean(jnp.diagonal(matrix) if is_dense else matrix)
-    if norm_type == "1_norm":
-        return jnp.max(jnp.sum(jnp.abs(matrix), axis=0) if is_dense else jnp.abs(matrix))
-    if norm_type == "2_norm":
-        return jnp.linalg.eigvalsh(matrix)[-1] if is_dense else jnp.max(matrix)
-    if norm_type == "avg_fro":
-        size = matrix.shape[0] if matrix.ndim else 1
-        return jnp.linalg.norm(jnp.ravel(matrix)) / math.sqrt(size)
-    raise ValueError(
-        f"Unrecognized norm type: {norm_type!r}. "
-        f"Known are 'avg_diag', '1_norm', '2_norm' and 'avg_fro'."
-    )
+    return psd_norm(matrix, norm_type)
 
 
 def pi_adjusted_kronecker_factors(*factors: Array, damping: Numeric) -> tuple[Array, ...]:
