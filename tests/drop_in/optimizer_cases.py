@@ -68,10 +68,12 @@ BOTH = {"use_adaptive_learning_rate": True, "use_adaptive_momentum": True}
 CASES = {
     "defaults": {},
     "l2_reg": {"l2_reg": 0.1},
-    "l2_reg without biases": {"l2_reg": 0.1, "regularized_parameters_path_exclusions": "b,bias"},
+    "l2_reg without biases": (
+        BOTH | {"l2_reg": 1.0, "regularized_parameters_path_exclusions": "b,bias"}
+    ),
     "norm_constraint": {"norm_constraint": 0.01},
     "use_exact_inverses": {"use_exact_inverses": True},
-    "precon_power": {"precon_power": -0.5},
+    "precon_power": {"precon_power": -0.5, "use_exact_inverses": True},
     "curvature_update_period": {"curvature_update_period": 2},
     "estimation_mode": {"estimation_mode": "ggn_exact"},
     "fisher_empirical": {"estimation_mode": "fisher_empirical"},
@@ -91,9 +93,31 @@ CASES = {
     "exact_quad_model_matrix_type": BOTH | {"exact_quad_model_matrix_type": "ggn"},
     "invalid_metric_value": ADAPTIVE | {"invalid_metric_value": -1.0},
     "use_automatic_registration": {"use_automatic_registration": False},
-    "use_step_rejection": {"use_step_rejection": True, "reject_damping_increase_factor": 3.0},
+    "use_initial_damping_calibration": (
+        ADAPTIVE | BOTH | {"use_initial_damping_calibration": True, "num_burnin_steps": 2}
+    ),
+    # kfac_jax scales the damping of exact inverses only, and curvax that of all.
+    "norm_to_scale_identity_weight_per_block": {
+        "norm_to_scale_identity_weight_per_block": "1_norm",
+        "use_exact_inverses": True,
+    },
+    "fisher_empirical_direct": {
+        "estimation_mode": "fisher_empirical_direct",
+        "damping_schedule": lambda step: 5.0,
+        "register_only_generic": True,
+    },
+    "fisher_empirical_direct_synced": {
+        "estimation_mode": "fisher_empirical_direct_synced",
+        "damping_schedule": lambda step: 5.0,
+        "register_only_generic": True,
+        "precon_power": -0.5,
+        "use_exact_inverses": True,
+    },
+    "custom_estimator_ctor": {"custom_estimator_ctor": None},
     "learning_rate_schedule": {"learning_rate_schedule": lambda step: 0.3 / (1 + step)},
-    "schedule of data_seen": {"learning_rate_schedule": lambda step, data_seen: 3 / data_seen},
+    "schedule of data_seen": {
+        "learning_rate_schedule": lambda step, data_seen: 5 / (16 + data_seen)
+    },
 }
 USUAL = {"l2_reg": 0.0, "estimation_mode": "fisher_exact", "num_burnin_steps": 0}
 
@@ -106,9 +130,22 @@ def given(options):
     return {name: jnp.float32(value) for name, value in GIVEN.items() if is_free(name)}
 
 
+def halving_estimator(library):
+    """Return a class of estimators whose products with powers are half as long."""
+
+    class Halving(library.BlockDiagonalCurvature):
+        def multiply_matpower(self, *args, **kwargs):
+            product = super().multiply_matpower(*args, **kwargs)
+            return jax.tree.map(lambda x: x / 2, product)
+
+    return Halving
+
+
 def run(library, name):
     """Return the parameters after all steps, and the statistics of each."""
     options = USUAL | CASES[name]
+    if "custom_estimator_ctor" in options:
+        options["custom_estimator_ctor"] = halving_estimator(library)
     registers = not options.get("use_automatic_registration", True)
     loss = loss_of(library, registers_layers=registers, l2_reg=options["l2_reg"])
     optimizer = library.Optimizer(jax.value_and_grad(loss), **options)
@@ -118,10 +155,7 @@ def run(library, name):
     state = optimizer.init(params, key, batch)
     stats = []
     for index in range(STEPS):
-        # A rate that overshoots, so that a step is rejected.
         values = given(options)
-        if options.get("use_step_rejection") and index in (2, 3):
-            values["learning_rate"] *= 20
         batches = {"data_iterator": iter([batch] * 20)} if index == 0 else {"batch": batch}
         params, state, found = optimizer.step(params, state, key, **batches, **values)
         stats.append(found)

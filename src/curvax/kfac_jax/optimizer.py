@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, no_type_check
 
 import jax
+from jax.typing import ArrayLike
 
 from curvax._types import Array as Array, PyTree
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
 from curvax.kfac_jax.stacked_devices import StackedDevices
+from curvax.kfac_jax.utils.staging import WithStagedMethods
 from curvax.kfac_jax.utils.states import State
 from curvax.kfac_jax.utils.trees import default_batch_size_extractor
 from curvax.kfac_jax.utils.types import (
@@ -23,7 +25,9 @@ from curvax.kfac_jax.utils.types import (
 from curvax.optimizer.config import OptimizerConfig
 from curvax.optimizer.data_parallel import Devices
 from curvax.optimizer.optimizer import Optimizer as _Optimizer
-from curvax.optimizer.state import OptimizerState as _OptimizerState
+from curvax.optimizer.state import OptimizerState as _OptimizerState, Stats
+from curvax.optimizer.step import KFAC
+from curvax.optimizer.value_function import Evaluation
 
 FuncState: TypeAlias = Any
 FuncAux: TypeAlias = dict[str, PyTree]
@@ -152,13 +156,71 @@ class OptimizerState(_OptimizerState, State):
     """
 
 
-class Optimizer(_Optimizer):
+@dataclass(frozen=True)
+class _Steps(KFAC):
+    """Steps of K-FAC with the statistics of kfac_jax."""
+
+    @property
+    def burnin_decay(self) -> Numeric:
+        """Burn-in is an average of its batches, all with the same weight."""
+        return 1.0
+
+    def step(
+        self,
+        params: PyTree,
+        state: _OptimizerState,
+        rng: Array,
+        batch: PyTree,
+        func_state: PyTree = None,
+        learning_rate: ArrayLike | None = None,
+        momentum: ArrayLike | None = None,
+        damping: ArrayLike | None = None,
+    ) -> tuple[PyTree, _OptimizerState, PyTree, Stats]:
+        """Return parameters, state and state of the function after a step, and its statistics."""
+        given = learning_rate, momentum, damping
+        params, after, func_state, stats = super().step(
+            params, state, rng, batch, func_state, *given
+        )
+        if self.config.use_step_rejection:
+            stats["step_rejected"] = after.rejected > state.rejected
+        return params, after, func_state, self._renamed(stats)
+
+    def _renamed(self, stats: Stats) -> Stats:
+        """Return statistics under the names of kfac_jax."""
+        stats["step"] += 1
+        stats.setdefault("precon_damping", stats["damping"])
+        if self.config.norm_constraint is None:
+            stats["scaled_grad_norm_sq"] = None
+        if self.statistics.registered_loss:
+            registered, loss = stats.pop("registered_loss"), stats["loss"]
+            stats["loss_registered"] = registered
+            stats["loss_registered_reldiff"] = (registered - loss) / loss
+        for name in ("param", "grad", "precon_grad", "update"):
+            for path, norm in stats.pop(f"{name}_norms", {}).items():
+                stats[f"{name}_norm({_joined(path)})"] = norm
+        return stats
+
+    def _reduced_state_and_aux(
+        self, local: Evaluation, func_args: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        """Average `aux` over devices; each keeps its own state of the function."""
+        del func_args
+        return local.func_state, jax.tree.map(self._mean, local.aux)
+
+
+def _joined(path: str) -> str:
+    """Return a path such as `['layer']['w']` as `layer/w`."""
+    return "/".join(re.findall(r"[^\[\]'.]+", path))
+
+
+class Optimizer(_Optimizer, WithStagedMethods):
     """The K-FAC optimizer, with the arguments and defaults of kfac_jax 0.0.8.
 
     Equal to `curvax.Optimizer`, whose documentation describes all arguments, except for this:
 
     - `regularized_parameters_path_exclusions` is a string, names separated by commas, such as
-      `HAIKU_BIASES`. A parameter is not regularised if the last part of its path is one of them.
+      `HAIKU_BIASES`. A parameter is not regularised if a part of its path is one of them.
+    - The estimation mode is "ggn_curvature_prop" by default.
     - `reject_damping_increase_factor` is 1 by default: a rejected step does not change the damping.
     - Schedules may take a second argument `data_seen`, the number of examples so far.
     - With `multi_device=True`, all arrays that `init` and `step` take and return have a leading
@@ -195,6 +257,8 @@ class Optimizer(_Optimizer):
     """
 
     State: ClassVar[type[_OptimizerState]] = OptimizerState
+
+    _core_type: ClassVar[type[KFAC]] = _Steps
 
     def __init__(
         self,
@@ -257,7 +321,9 @@ class Optimizer(_Optimizer):
         precon_power: Scalar = -1.0,
         exact_quad_model_matrix_type: str | None = None,
     ) -> None:
-        super().__init__(
+        WithStagedMethods.__init__(self, multi_device, pmap_axis_name, debug)
+        _Optimizer.__init__(
+            self,
             value_and_grad_func,
             l2_reg,
             value_func_has_aux,
@@ -280,7 +346,7 @@ class Optimizer(_Optimizer):
             always_use_exact_qmodel_for_damping_adjustment,
             norm_constraint,
             num_burnin_steps,
-            estimation_mode or "fisher_gradients",
+            estimation_mode or "ggn_curvature_prop",
             curvature_ema,
             inverse_update_period,
             use_exact_inverses,
@@ -309,13 +375,38 @@ class Optimizer(_Optimizer):
             regularized_parameters_path_exclusions=_patterns(
                 regularized_parameters_path_exclusions
             ),
+            use_initial_damping_calibration=(
+                use_initial_damping_calibration and use_adaptive_damping
+            ),
             precon_damping_mult=precon_damping_mult,
             precon_damping_schedule=precon_damping_schedule,
             exact_quad_model_matrix_type=exact_quad_model_matrix_type,
             custom_estimator_ctor=custom_estimator_ctor,
             use_automatic_registration=use_automatic_registration,
+            should_vmap_estimator_samples=should_vmap_estimator_samples,
+            norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
             invalid_metric_value=invalid_metric_value,
         )
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether arrays have a leading axis of devices."""
+        return self._config.multi_device
+
+    @property
+    def pmap_axis_name(self) -> str | None:
+        """The name of the axis of devices."""
+        return self._config.pmap_axis_name
+
+    @property
+    def debug(self) -> bool:
+        """Whether nothing is compiled."""
+        return self._config.debug
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the function is traced."""
+        return self._core is not None
 
     def _make_devices(self, config: OptimizerConfig, axis: str) -> Devices:
         """Return the local devices, for arguments with a leading axis of them."""
@@ -337,6 +428,6 @@ class Optimizer(_Optimizer):
 
 
 def _patterns(names: str) -> tuple[str, ...]:
-    """Return regular expressions for the paths whose last part is one of some names."""
-    listed = [name for name in names.split(",") if name]
-    return tuple(rf"\['{re.escape(name)}'\]$" for name in listed)
+    """Return regular expressions for the paths one of whose parts is one of some names."""
+    listed = [re.escape(name) for name in names.split(",") if name]
+    return tuple(rf"\['?{name}'?\]|\.{name}\b" for name in listed)

@@ -8,7 +8,7 @@ without the leading axis, and the axis has a name, so that the function can aver
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ class StackedDevices(Devices):
     Arguments:
         axis: The name of the axis, which is bound in the functions.
     """
-
-    keeps_rows: ClassVar[bool] = True
 
     def __init__(self, axis: str) -> None:
         if jax.process_count() > 1:

@@ -24,6 +24,7 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
 from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
 from curvax.curvature.estimation_modes import check_mode
+from curvax.curvature.linalg.norms import NORMS
 from curvax.maps.microbatch import microbatch
 from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices
 
@@ -99,6 +100,14 @@ def _strings(name: str, value: Any) -> None:
         )
 
 
+def _norm_type(name: str, value: Any) -> None:
+    if value is not None and value not in NORMS:
+        raise ValueError(
+            f"{where()}: {name} must be the name of a norm, one of {', '.join(NORMS)}, or "
+            f"None, got {value!r}."
+        )
+
+
 def _matrix_type(name: str, value: Any) -> None:
     if value not in (None, "fisher", "ggn"):
         raise ValueError(
@@ -136,6 +145,10 @@ class PreconditionerConfig:
     use_exact_inverses: bool = False
     precon_power: float | int = field(default=-1, metadata=_ANY)
     num_estimator_samples: int = field(default=1, metadata=_COUNT)
+    should_vmap_estimator_samples: bool = False
+    norm_to_scale_identity_weight_per_block: str | None = field(
+        default=None, metadata={"check": _norm_type}
+    )
     register_only_generic: bool = False
     strict_registration: bool = False
     patterns_to_skip: Sequence[str] = field(default=(), metadata=_STRINGS)
@@ -190,6 +203,7 @@ class KFACConfig(PreconditionerConfig):
     use_adaptive_damping: bool = False
     damping_schedule: Schedule | None = field(default=None, metadata=_schedule("damping"))
     initial_damping: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
+    use_initial_damping_calibration: bool = False
     min_damping: Number = field(default=1e-8, metadata=_NON_NEGATIVE)
     max_damping: Number = field(default=float("inf"), metadata=_POSITIVE)
     include_damping_in_quad_change: bool = False
@@ -246,6 +260,13 @@ class KFACConfig(PreconditionerConfig):
             self.use_adaptive_damping or initial is None,
             f"initial_damping={initial} is the initial value of an adaptive damping, but "
             f"use_adaptive_damping=False. Set use_adaptive_damping=True, or give damping to step.",
+        )
+        _require(
+            not self.use_initial_damping_calibration
+            or (self.use_adaptive_damping and self.num_burnin_steps > 0),
+            "use_initial_damping_calibration=True finds the initial value of an adaptive damping, "
+            "with the curvature of burn-in. Set use_adaptive_damping=True and num_burnin_steps to "
+            "one or more.",
         )
         _require(low <= high, f"min_damping={low} is larger than max_damping={high}.")
         _require(

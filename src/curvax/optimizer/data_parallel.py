@@ -9,7 +9,7 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -74,8 +74,6 @@ class Devices(abc.ABC):
     """
 
     axis: str
-    keeps_rows: ClassVar[bool] = False
-    """Whether each device returns its own `aux` and state of the function, not reduced over all."""
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:

@@ -88,6 +88,7 @@ class Optimizer:
     - `scaled_grad_norm_sq`, the squared norm of `learning_rate * direction` in the metric of the
       estimate, before any constraint.
     - `skipped`, the number of steps skipped so far.
+    - `precon_damping`, the damping in the preconditioner, if an option makes it a different one.
     - `aux` if the function returns it; `rejected` with `use_step_rejection`.
     - On request `registered_loss`, `param_norm`, `grad_norm`, `precon_grad_norm`, `update_norm`,
       and, by parameter, `param_norms` and so on.
@@ -200,6 +201,8 @@ class Optimizer:
         shard_state: Whether to shard the Kronecker factors over devices instead of replicating
             them. Pairs of factors of equal shape are distributed, so the memory per device
             decreases with the number of devices up to the number of such pairs.
+        use_initial_damping_calibration: Whether to apply the rule of the adaptive damping to the
+            first step, after burn-in, until it would keep the damping. That is its initial value.
         precon_damping_mult: Factor of the damping in the preconditioner. The quadratic model has
             the damping without it.
         precon_damping_schedule: The damping in the preconditioner as a function of the index of the
@@ -210,6 +213,10 @@ class Optimizer:
             whose arguments it is called with; a subclass of it, for example.
         use_automatic_registration: Whether to detect layers that the function does not tag itself.
             If not, it must tag a layer for each parameter.
+        should_vmap_estimator_samples: Whether to compute the samples of a curvature update at the
+            same time instead of one after the other.
+        norm_to_scale_identity_weight_per_block: Name of a norm of each block by which its damping
+            is multiplied: "avg_diag", "1_norm", "2_norm" or "avg_fro".
         invalid_metric_value: The value, in place of NaN, of statistics in steps that do not compute
             them.
 
@@ -240,6 +247,7 @@ class Optimizer:
 
     State: ClassVar[type[OptimizerState]] = OptimizerState
 
+    _core_type: ClassVar[type[KFAC]] = KFAC
     _config: OptimizerConfig
     _core: KFAC | None = None
 
@@ -302,11 +310,14 @@ class Optimizer:
         donate_buffers: bool = True,
         mesh: Mesh | None = None,
         shard_state: bool = False,
+        use_initial_damping_calibration: bool = False,
         precon_damping_mult: Number = 1.0,
         precon_damping_schedule: Schedule | None = None,
         exact_quad_model_matrix_type: str | None = None,
         custom_estimator_ctor: Callable[..., BlockDiagonalCurvature] | None = None,
         use_automatic_registration: bool = True,
+        should_vmap_estimator_samples: bool = False,
+        norm_to_scale_identity_weight_per_block: str | None = None,
         invalid_metric_value: Number = float("nan"),
     ) -> None:
         config = OptimizerConfig(
@@ -366,11 +377,14 @@ class Optimizer:
             donate_buffers=donate_buffers,
             mesh=mesh,
             shard_state=shard_state,
+            use_initial_damping_calibration=use_initial_damping_calibration,
             precon_damping_mult=precon_damping_mult,
             precon_damping_schedule=precon_damping_schedule,
             exact_quad_model_matrix_type=exact_quad_model_matrix_type,
             custom_estimator_ctor=custom_estimator_ctor,
             use_automatic_registration=use_automatic_registration,
+            should_vmap_estimator_samples=should_vmap_estimator_samples,
+            norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
             invalid_metric_value=invalid_metric_value,
         )
         self._configure(config)
@@ -694,7 +708,9 @@ class Optimizer:
             args["batch"] = self._processed(next(batches))
         except StopIteration:
             raise NoMoreBatches(f"{where()}: data_iterator has no more batches.") from None
-        self._checked_core(params, state, rng, args["batch"], func_state)
+        core = self._checked_core(params, state, rng, args["batch"], func_state)
+        if count == 0 and self._config.use_initial_damping_calibration:
+            args["state"] = self._programs.run("calibration", core.calibrate, args, (), "state")
         name, core = self._within_budget(args)
         result = self._programs.run(name, core.step, args, _REPLACED, results)
         self._counted = (result[1].step_counter, count + 1)
@@ -1083,14 +1099,13 @@ class Optimizer:
     def _build(
         self, config: OptimizerConfig, function: ValueFunction, func_args: Sequence[PyTree]
     ) -> KFAC:
-        return KFAC.for_function(
+        return self._core_type.for_function(
             config,
             function,
             func_args,
             func_for_estimator=config.value_func_for_estimator,
             axis=config.axis_name,
             num_shards=config.num_shards,
-            keeps_rows=self._devices is not None and self._devices.keeps_rows,
             statistics=Statistics(
                 config.include_norms_in_stats,
                 config.include_per_param_norms_in_stats,

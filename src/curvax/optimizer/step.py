@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax import _jax
-from curvax._cpu import all_finite
+from curvax._cpu import all_finite, run_if
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.implicit import ImplicitExactCurvature
 from curvax.optimizer.config import (
@@ -34,7 +34,13 @@ from curvax.optimizer.config import (
     Number,
     Schedule,
 )
-from curvax.optimizer.damping import is_damping_due, next_damping, next_factor
+from curvax.optimizer.damping import (
+    adapted,
+    calibrated,
+    is_damping_due,
+    next_damping,
+    next_factor,
+)
 from curvax.optimizer.preconditioner import Preconditioner, l2_matrix
 from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
@@ -138,15 +144,12 @@ class KFAC:
         function: The user-supplied function, called with its arguments as one sequence.
         preconditioner: The curvature estimate and its inverse.
         statistics: The optional statistics to return.
-        keeps_rows: Whether each device returns its own `aux` and state of the function, instead of
-            those of the global batch.
     """
 
     config: KFACConfig
     function: ValueFunction
     preconditioner: Preconditioner
     statistics: Statistics
-    keeps_rows: bool = False
 
     @classmethod
     def for_function(
@@ -159,17 +162,28 @@ class KFAC:
         axis: str | None = None,
         num_shards: int | None = None,
         statistics: Statistics | None = None,
-        keeps_rows: bool = False,
     ) -> "KFAC":
         """Trace a function with these arguments, the last of which is the batch."""
         func = function.for_estimator(func_for_estimator, func_args)
-        preconditioner = Preconditioner.for_function(config, func, func_args, axis, num_shards)
-        return cls(config, function, preconditioner, statistics or Statistics(), keeps_rows)
+
+        def func_and_grad(*args: PyTree) -> tuple[Array, PyTree]:
+            evaluation = function(args)
+            return evaluation.loss, evaluation.gradient
+
+        preconditioner = Preconditioner.for_function(
+            config, func, func_args, axis, num_shards, func_and_grad
+        )
+        return cls(config, function, preconditioner, statistics or Statistics())
 
     @property
     def axis(self) -> str | None:
         """The name of the mesh axis along which batches are sharded; None on one device."""
         return self.preconditioner.axis
+
+    @property
+    def burnin_decay(self) -> Number:
+        """The decay of the moving average of the curvature at each update of burn-in."""
+        return self.config.curvature_ema
 
     @functools.cached_property
     def exact(self) -> ImplicitExactCurvature:
@@ -233,7 +247,26 @@ class KFAC:
         params, state = jax.tree.map(jnp.asarray, (params, state))
         burnin = lambda state, key: self.burnin(params, state, key, batch, func_state)
         state = self.burn_in(burnin, state, rng)
+        if self.config.use_initial_damping_calibration:
+            args = rng, batch, func_state, *hyperparameters
+            calibrate = lambda state: self.calibrate(params, state, *args)
+            state = run_if(state.step_counter == 0, calibrate, state)
         return self.step(params, state, rng, batch, func_state, *hyperparameters)
+
+    def calibrate(
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        batch: PyTree,
+        func_state: PyTree = None,
+        *hyperparameters: ArrayLike | None,
+    ) -> OptimizerState:
+        """Return the state with an adaptive damping that a step with these arguments would keep."""
+        rng, func_rng = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._device_key(func_rng), batch)
+        evaluation = self._evaluate(func_args)
+        return self.with_calibrated_damping(state, evaluation, func_args, rng, *hyperparameters)
 
     # Functions of the arguments of the user-supplied function, as one sequence.
 
@@ -254,7 +287,9 @@ class KFAC:
         self, state: OptimizerState, func_args: Sequence[PyTree], rng: Array
     ) -> OptimizerState:
         """Update the curvature with one batch, and nothing else."""
-        estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
+        estimate = self.preconditioner.update_curvature(
+            state.estimator_state, func_args, rng, decay=self.burnin_decay
+        )
         return replace(state, estimator_state=estimate)
 
     def burn_in(
@@ -321,21 +356,47 @@ class KFAC:
         precon_damping = hyperparameters.precon_damping
         is_finite_batch = jnp.isfinite(evaluation.loss) & all_finite(evaluation.gradient)
         curvature = self.preconditioner.update_curvature_if_due(
-            state.estimator_state, count, is_stale, func_args, rng, is_finite_batch
+            state.estimator_state, count, is_stale, func_args, rng, is_finite_batch, precon_damping
         )
         curvature = self.preconditioner.update_inverses_if_due(
             curvature, count, is_stale, precon_damping
         )
         state = replace(state, estimator_state=curvature)
         proposed = self._propose(state, evaluation.gradient, hyperparameters, func_args)
-        outcome = self._outcome(state, evaluation, proposed, damping, func_args)
+        is_due = self.config.use_adaptive_damping and is_damping_due(self.config, count)
+        outcome = self._outcome(state, evaluation, proposed, damping, func_args, is_due)
         verdict = self._verdict(is_finite_batch, evaluation.loss, proposed, outcome)
         total = self._total(self.config.batch_size_extractor(func_args[-1]), state.data_seen.dtype)
         after = self._state_after(state, proposed.update, verdict, evaluation.loss, outcome, total)
         stats = self._stats(evaluation, proposed, damping, outcome, after, func_args, total)
+        if precon_damping is not damping:
+            stats["precon_damping"] = precon_damping
         # If the update is taken it equals the new velocities, so both share one computation.
         zeros = jax.tree.map(jnp.zeros_like, proposed.update)
         return select(verdict.is_taken, after.velocities, zeros), after, stats
+
+    def with_calibrated_damping(
+        self,
+        state: OptimizerState,
+        evaluation: Evaluation,
+        func_args: Sequence[PyTree],
+        rng: Array,
+        *given: ArrayLike | None,
+    ) -> OptimizerState:
+        """Return the state with an adaptive damping that this step would keep if it were due."""
+        loss = evaluation.loss
+        estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
+
+        def next_value(damping: Array) -> Array:
+            hyperparameters = self.hyperparameters(replace(state, damping=damping), *given)
+            inverses = self.preconditioner.update_inverses(estimate, hyperparameters.precon_damping)
+            trial = replace(state, estimator_state=inverses)
+            proposed = self._propose(trial, evaluation.gradient, hyperparameters, func_args)
+            outcome = self._outcome(trial, evaluation, proposed, damping, func_args, True)
+            new_loss, change = outcome.new_loss, outcome.quad_model_change
+            return adapted(self.config, damping, loss.astype(new_loss.dtype), new_loss, change)
+
+        return replace(state, damping=calibrated(next_value, jnp.asarray(state.damping)))
 
     def loss(self, func_args: Sequence[PyTree]) -> Array:
         """Return the loss; the compiler eliminates the gradient as dead code."""
@@ -377,15 +438,17 @@ class KFAC:
         local = self.function((varying, *rest))
         if self.axis is None:
             return local
-        local = local._replace(loss=self._mean(local.loss), gradient=self._mean(local.gradient))
-        if self.keeps_rows:
-            return local
+        func_state, aux = self._reduced_state_and_aux(local, (varying, *rest))
+        return Evaluation(self._mean(local.loss), func_state, aux, self._mean(local.gradient))
+
+    def _reduced_state_and_aux(
+        self, local: Evaluation, func_args: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the state of the function and `aux`, reduced over devices."""
         aux = jax.tree.map(jnp.asarray, local.aux)
-        rows = self.function.rows_of_aux((varying, *rest), aux)
-        return local._replace(
-            func_state=jax.tree.map(self._mean_if_real, local.func_state),
-            aux=jax.tree.map(self._reduce_aux, aux, rows),
-        )
+        rows = self.function.rows_of_aux(func_args, aux)
+        func_state = jax.tree.map(self._mean_if_real, local.func_state)
+        return func_state, jax.tree.map(self._reduce_aux, aux, rows)
 
     def _reduce_aux(self, x: Array, has_rows: bool) -> Array:
         """Reduce a leaf of `aux` over devices by the rule for microbatches."""
@@ -444,12 +507,15 @@ class KFAC:
         proposed: ProposedUpdate,
         damping: Array,
         func_args: Sequence[PyTree],
+        is_due: Array | bool,
     ) -> Outcome:
-        """Return the effect of an update, as far as this step needs it."""
+        """Return the effect of an update, as far as this step needs it.
+
+        `is_due` says whether the step adapts the damping.
+        """
         config, dtype = self.config, damping.dtype
         unknown = jnp.full((), jnp.nan, dtype)
         is_adaptive = config.use_adaptive_damping
-        is_due = is_damping_due(config, state.step_counter) if is_adaptive else False
         change, has_change = unknown, proposed.model is not None or is_due
         if proposed.model is not None:
             change = self._predicted_change(proposed.model, proposed, damping)
@@ -593,8 +659,13 @@ def scheduled(schedule: Schedule, state: OptimizerState) -> ArrayLike:
 
 
 def burnin_key(rng: Array, index: int | Array) -> Array:
-    """Return the random key of a burn-in update of this index, from that of the first step."""
-    return jax.random.fold_in(jax.random.fold_in(rng, 1), index)
+    """Return the random key of a burn-in update of this index, from that of the first step.
+
+    Of several keys along a leading axis, return as many.
+    """
+    fold = lambda key: jax.random.fold_in(jax.random.fold_in(key, 1), index)
+    is_single = jnp.ndim(rng) == (0 if _jax.is_key(jnp.asarray(rng)) else 1)
+    return fold(rng) if is_single else jax.vmap(fold)(rng)
 
 
 def _model(curvature: Array, vectors: Sequence[PyTree], gradient: PyTree) -> QuadraticModel:
