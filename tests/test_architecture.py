@@ -61,7 +61,14 @@ UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version_
 KNOWS_JAX = "_jax"
 # Packages whose `__init__.py` re-exports names: the public API, the door to JAX, and the layout of
 # another library's modules.
-RE_EXPORT = {"", KNOWS_JAX, "kfac_jax", "kfac_jax.utils"}
+RE_EXPORT = {
+    "",
+    KNOWS_JAX,
+    "kfac_jax",
+    "kfac_jax.utils",
+    "kfac_jax.curvature_blocks",
+    "kfac_jax.curvature_estimator",
+}
 
 
 class Import(NamedTuple):

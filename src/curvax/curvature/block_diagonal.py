@@ -7,6 +7,7 @@ with Kronecker-factored approximate curvature"). `curvax.curvature.blocks` has t
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ from curvax.curvature.blocks.base import (
     Powers,
     present,
 )
-from curvax.curvature.blocks.defaults import default_block_ctor, make_block
+from curvax.curvature.blocks.defaults import DEFAULT_BLOCKS, default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
 from curvax.curvature.estimation_modes import (
     DIRECT_MODES,
@@ -56,7 +57,7 @@ from curvax.curvature.estimation_modes import (
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import run_assigned
-from curvax.layers.tracing.loss_map import LossMap, TracedFunction
+from curvax.layers.tracing.loss_map import LossMap, ProcessedJaxpr, TracedFunction
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 from curvax.maps.accumulators import AccumulationType
@@ -241,7 +242,8 @@ def _check_ctors(
     layers, indices = at.processed.layers, at.processed.layer_indices
     present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
-        if name not in present:
+        # A tag of the user's own that this function does not use is fine; a misspelling is not.
+        if name not in present and get_close_matches(name, DEFAULT_BLOCKS, cutoff=0.9):
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:
@@ -407,6 +409,11 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
     def blocks(self) -> tuple[CurvatureBlock, ...] | None:
         """The blocks; None before the function has been traced, by `init` or `finalize`."""
         return None if self._structure_or_none is None else self._structure_or_none.blocks
+
+    @property
+    def processed(self) -> ProcessedJaxpr | None:
+        """The function as it was traced first; None before that."""
+        return next(iter(self._traced.known.values()), None)
 
     @property
     def num_blocks(self) -> int:

@@ -8,6 +8,7 @@ Grosse 2015, *Optimizing Neural Networks with Kronecker-factored Approximate Cur
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -275,30 +276,19 @@ def block_permuted(matrix: Array, block_sizes: Sequence[int], block_order: Seque
 
 
 def rearrange(x: Array, spec: str) -> Array:
-    """Permute, split off or merge axes by a pattern such as `"a b -> (b a)"`.
+    """Permute, split off or merge axes by a pattern such as `"ab -> (ba)"`.
 
-    Names in parentheses on the right are merged. Only patterns in which each axis of `x` has one
-    name on the left are supported; einops has more.
+    Each axis of `x` has one letter on the left. Letters in parentheses on the right are merged; an
+    empty pair is an axis of size one. Spaces do not matter. einops has more.
     """
-    left, right = (side.strip() for side in spec.split("->"))
-    names = left.split()
-    if "(" in left or len(names) != x.ndim:
+    left, right = (side.replace(" ", "") for side in spec.split("->"))
+    if (not left.isalpha() and left) or len(set(left)) != len(left) or len(left) != x.ndim:
         raise NotImplementedError(
             f"curvax.kfac_jax.utils.rearrange: {spec!r} must name each of the {x.ndim} axes of the "
-            f"array on the left. Use einops.rearrange for other patterns."
+            f"array by one letter on the left. Use einops.rearrange for other patterns."
         )
-    sizes = dict(zip(names, x.shape, strict=True))
-    groups: list[list[str]] = []
-    depth = 0
-    for token in right.replace("(", " ( ").replace(")", " ) ").split():
-        if token == "(":
-            groups.append([])
-            depth = 1
-        elif token == ")":
-            depth = 0
-        elif depth:
-            groups[-1].append(token)
-        else:
-            groups.append([token])
-    order = [names.index(name) for group in groups for name in group]
-    return x.transpose(order).reshape([math.prod(sizes[n] for n in group) for group in groups])
+    sizes = dict(zip(left, x.shape, strict=True))
+    groups = re.findall(r"\(\w*\)|\w", right)
+    merged = [math.prod(sizes[name] for name in group.strip("()")) for group in groups]
+    order = [left.index(name) for group in groups for name in group.strip("()")]
+    return x.transpose(order).reshape(merged)
