@@ -62,7 +62,15 @@ UNSTABLE_JAX = {"_src", "core", "experimental", "extend", "version", "__version_
 KNOWS_JAX = "_jax"
 # Packages whose `__init__.py` re-exports names: the public API, the door to JAX, and the layout of
 # another library's modules.
-RE_EXPORT = {"", KNOWS_JAX, "kfac_jax", "kfac_jax._src", "kfac_jax.utils"}
+RE_EXPORT = {
+    "",
+    KNOWS_JAX,
+    "kfac_jax",
+    "kfac_jax._src",
+    "kfac_jax.utils",
+    "kfac_jax.curvature_blocks",
+    "kfac_jax.curvature_estimator",
+}
 # Part of that layout, and imported by programs that use it.
 NOT_PRIVATE = {"curvax.kfac_jax._src"}
 

@@ -20,16 +20,16 @@ def test_equal_to_kfac_jax(name):
     assert_close(ours, VALUES[name])
 
 
-def assert_close(ours, theirs):
+def assert_close(ours, theirs, rtol=1e-5):
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
         for key in theirs:
-            assert_close(ours[key], theirs[key])
+            assert_close(ours[key], theirs[key], rtol)
     elif isinstance(theirs, str):
         assert ours == theirs
     elif isinstance(theirs, list) and any(isinstance(x, list | dict | str) for x in theirs):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
-            assert_close(one, other)
+            assert_close(one, other, rtol)
     else:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-6)

@@ -17,10 +17,18 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax import _jax
-from curvax._types import Array, PyTree
+from curvax._errors import where
+from curvax._types import Array, Fun, PyTree
 from curvax.curvature.blocks.base import BlockState, CurvatureBlock
 from curvax.curvature.blocks.data import given_data
-from curvax.curvature.estimation_modes import Cotangents, Index, Sweep, sum_over_devices, sweeps
+from curvax.curvature.estimation_modes import (
+    Cotangents,
+    Index,
+    Sweep,
+    is_sampled,
+    sum_over_devices,
+    sweeps,
+)
 from curvax.layers.detection.layers import Layer, TaggedUse
 from curvax.layers.tracing.layer_inputs import layer_data_at
 from curvax.layers.tracing.loss_map import LossMap, TracedFunction
@@ -37,12 +45,19 @@ class AverageUpdate(NamedTuple):
             first update counts fully whatever the weights.
         batch_size: Number of examples per device.
         axis_name: Name of a mapped axis of devices to average over, or None.
+        identity_weight: The damping, for blocks whose estimate depends on it.
     """
 
     ema_old: ArrayLike
     ema_new: ArrayLike
     batch_size: ArrayLike
     axis_name: str | None
+    identity_weight: ArrayLike = 0.0
+
+    @property
+    def averaging(self) -> tuple[ArrayLike, ArrayLike, ArrayLike, str | None]:
+        """The arguments of `CurvatureBlock.update_averages`: all but the damping."""
+        return self.ema_old, self.ema_new, self.batch_size, self.axis_name
 
 
 class TermSums(NamedTuple):
@@ -100,9 +115,15 @@ def local_loss_map(
 
 
 def sum_of_terms(
-    layers: Layers, states: Sequence[BlockState | None], mode: str, randomness: Sequence[Array]
+    layers: Layers,
+    states: Sequence[BlockState | None],
+    mode: str,
+    randomness: Sequence[Array],
+    vmap_samples: bool = False,
 ) -> TermSums:
     """Return the sums of the blocks' terms over all backward passes of a mode.
+
+    With `vmap_samples`, passes of a mode that samples are computed at the same time.
 
     Blocks with `sums_batch` have terms of sums over the global batch. These are not known here: in
     place of their terms there are the sums themselves, or the gradient of their parameters.
@@ -132,7 +153,8 @@ def sum_of_terms(
         terms, batch_sums = compute(cotangents)
         return [each.of_cotangents for each in terms], batch_sums
 
-    totals, batch_sums = zip(*(_sum_sweep(of_cotangents, sweep) for sweep in passes), strict=True)
+    sum_sweep = _sum_sweep_by_vmap if vmap_samples and is_sampled(mode) else _sum_sweep
+    totals, batch_sums = zip(*(sum_sweep(of_cotangents, sweep) for sweep in passes), strict=True)
     total = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), totals)
     terms = [
         terms._replace(of_cotangents=summed) for terms, summed in zip(of_inputs, total, strict=True)
@@ -183,11 +205,12 @@ def update_from_layer_data(
             given = given_data(data, uses, update.batch_size)
             copied = jax.tree.map(lambda x: x, state)  # The user's method may mutate its argument.
             updated.append(
-                block.update_curvature_matrix_estimate(
+                block.update_from_data(
                     copied,
                     given,
                     ema_old,
                     update.ema_new / num_passes,
+                    update.identity_weight,
                     update.batch_size,
                     update.axis_name,
                 )
@@ -210,6 +233,78 @@ def update_from_layer_data(
             states, _ = lax.scan(body, list(states), jnp.arange(sweep.count))
         done += sweep.count
     return list(states)
+
+
+def check_gradient_blocks(mode: str, blocks: Sequence[CurvatureBlock]) -> None:
+    """Check that all blocks can be estimated from the gradient of the batch."""
+    wrong = [block.name for block in blocks if not block.uses_gradient_only]
+    if wrong:
+        raise ValueError(
+            f"{where()}: the mode {mode!r} has no inputs of layers, only the gradient of the "
+            f"objective, but the blocks of {', '.join(wrong)} need more. Use blocks such as "
+            f"curvax.NaiveDiagonal or curvax.NaiveFull, with layer_tag_to_block_ctor or "
+            f"register_only_generic=True."
+        )
+
+
+def gradient_of_objective(
+    func: Fun, func_and_grad: Fun | None, func_args: Sequence[PyTree], params_index: int
+) -> list[Array]:
+    """Return the gradient of the objective, an array for each parameter.
+
+    The objective is what `func` returns, or the first of what it returns.
+    """
+    args = list(func_args)
+    leaves = jax.tree.leaves(tuple(func_args))
+    # Under `shard_map`, gradients of replicated values would be summed over devices.
+    varying = lambda x: _jax.varying_like(jnp.asarray(x), *leaves)
+    params = jax.tree.map(varying, args[params_index])
+
+    def objective(params: PyTree) -> Array:
+        args[params_index] = params
+        result = func(*args)
+        return result[0] if isinstance(result, tuple) else result
+
+    if func_and_grad is None:
+        return jax.tree.leaves(jax.grad(objective)(params))
+    args[params_index] = params
+    _, gradient = func_and_grad(*args)
+    return jax.tree.leaves(gradient)
+
+
+def update_from_gradient(
+    layers: Layers,
+    states: Sequence[BlockState | None],
+    gradient: Sequence[Array],
+    update: AverageUpdate,
+) -> list[BlockState | None]:
+    """Return the states of all blocks, each updated with its part of the gradient."""
+    updated = []
+    for layer, block, state in zip(layers.at.processed.layers, layers.blocks, states, strict=True):
+        params = tuple(layers.at.params[index] for index in layer.params)
+        tangents = tuple(gradient[index] for index in layer.params)
+        data = {"params": params, "params_tangents": tangents}
+        copied = jax.tree.map(lambda x: x, state)
+        updated.append(
+            block.update_from_gradient(
+                copied,
+                data,
+                update.ema_old,
+                update.ema_new,
+                update.identity_weight,
+                update.batch_size,
+                update.axis_name,
+            )
+        )
+    return updated
+
+
+def _sum_sweep_by_vmap(
+    compute: Callable[[Cotangents], tuple[list[PyTree], list[Sums]]], sweep: Sweep
+) -> tuple[list[PyTree], list[Sums]]:
+    """Equal to `_sum_sweep`, except that all passes are computed at the same time."""
+    terms, sums = jax.vmap(lambda k: compute(sweep.cotangents(k)))(jnp.arange(sweep.count))
+    return jax.tree.map(lambda x: jnp.sum(x, 0), terms), sums
 
 
 def _sum_sweep(

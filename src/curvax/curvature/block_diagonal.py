@@ -7,10 +7,12 @@ with Kronecker-factored approximate curvature"). `curvax.curvature.blocks` has t
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from curvax._errors import where
@@ -21,8 +23,11 @@ from curvax.curvature.backward_passes import (
     AverageUpdate,
     Layers,
     TermSums,
+    check_gradient_blocks,
+    gradient_of_objective,
     local_loss_map,
     sum_of_terms,
+    update_from_gradient,
     update_from_layer_data,
     with_batch_terms,
 )
@@ -40,9 +45,10 @@ from curvax.curvature.blocks.base import (
     Powers,
     present,
 )
-from curvax.curvature.blocks.defaults import default_block_ctor, make_block
+from curvax.curvature.blocks.defaults import DEFAULT_BLOCKS, default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
 from curvax.curvature.estimation_modes import (
+    DIRECT_MODES,
     LocalBatch,
     check_mode,
     num_passes,
@@ -51,8 +57,7 @@ from curvax.curvature.estimation_modes import (
 from curvax.curvature.estimator import CurvatureEstimator, IdentityWeight
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.devices.task_assignment import run_assigned
-from curvax.layers.tags import TAG_NAMES
-from curvax.layers.tracing.loss_map import LossMap, TracedFunction
+from curvax.layers.tracing.loss_map import LossMap, ProcessedJaxpr, TracedFunction
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 from curvax.maps.accumulators import AccumulationType
@@ -141,6 +146,7 @@ class Structure:
         at: LossMap,
         tag_ctors: Mapping[str, BlockCtor],
         index_ctors: Mapping[tuple[int, ...], BlockCtor],
+        default_ctor: Callable[[str], BlockCtor] = default_block_ctor,
     ) -> "Structure":
         """Make a block for each layer: by its parameters, else by its tag, else by default."""
         processed = at.processed
@@ -152,7 +158,7 @@ class Structure:
             ctor = index_ctors.get(layer.params) or tag_ctors.get(layer.tag_name)
             equation = LayerEquation.of_layer(layer, processed.params_vars_flat)
             name = ", ".join(names[n] for n in layer.params)
-            blocks.append(make_block(ctor or default_block_ctor(layer.tag_name), equation, name))
+            blocks.append(make_block(ctor or default_ctor(layer.tag_name), equation, name))
         return cls.of(at, indices, tuple(blocks))
 
     def dense(self, blocks: Sequence[Array]) -> Array:
@@ -234,10 +240,10 @@ def _check_ctors(
 ) -> None:
     """Check that the tags and parameters for which block classes are given exist."""
     layers, indices = at.processed.layers, at.processed.layer_indices
-    # A user-defined tag has no default block, and a model need not have layers of each kind.
-    known = {layer.tag_name for layer in layers} | TAG_NAMES
+    present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
-        if name not in known:
+        # A tag of the user's own that this function does not use is fine; a misspelling is not.
+        if name not in present and get_close_matches(name, DEFAULT_BLOCKS, cutoff=0.9):
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:
@@ -319,6 +325,14 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             with batch normalisation in training. Each microbatch is then treated as a batch.
         num_samples: Number of samples for each example in an update, in modes that sample. They
             share one forward pass.
+        should_vmap_samples: Whether to compute the backward passes of all samples at the same time,
+            which takes more memory. Otherwise they are computed one by one. The result is the same.
+        func_and_grad: A function of the arguments of `func` that returns its value and its gradient
+            with respect to the parameters, for the modes `fisher_empirical_direct` and
+            `fisher_empirical_direct_synced`. None for the gradient of `func`.
+        default_block_ctor: Maps the name of a tag to the class of blocks for layers that neither
+            `layer_tag_to_block_ctor` nor `index_to_block_ctor` names. By default
+            `get_default_tag_to_block_ctor`.
         auto_register_kwargs: Further options of layer detection, such as `graph_patterns`,
             `patterns_to_skip`, `strict` or `allow_unused_params`; see `curvax.auto_register_tags`.
 
@@ -362,10 +376,16 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         batch_index: int | Sequence[int] | None = None,
         examples_interact: bool = False,
         num_samples: int = 1,
+        should_vmap_samples: bool = False,
+        func_and_grad: Fun | None = None,
+        default_block_ctor: Callable[[str], BlockCtor] = default_block_ctor,
         **auto_register_kwargs: Any,
     ) -> None:
         super().__init__(func, params_index, default_estimation_mode)
         self._num_samples = num_samples
+        self._should_vmap_samples = should_vmap_samples
+        self._func_and_grad = func_and_grad
+        self._default_block_ctor = default_block_ctor
         self._tag_ctors = {
             full_name(name): ctor for name, ctor in (layer_tag_to_block_ctor or {}).items()
         }
@@ -389,6 +409,11 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
     def blocks(self) -> tuple[CurvatureBlock, ...] | None:
         """The blocks; None before the function has been traced, by `init` or `finalize`."""
         return None if self._structure_or_none is None else self._structure_or_none.blocks
+
+    @property
+    def processed(self) -> ProcessedJaxpr | None:
+        """The function as it was traced first; None before that."""
+        return next(iter(self._traced.known.values()), None)
 
     @property
     def num_blocks(self) -> int:
@@ -563,6 +588,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         func_args: Sequence[PyTree],
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
+        *,
+        identity_weight: ArrayLike = 0.0,
     ) -> BlockDiagonalState:
         """Update the moving averages of all blocks with the curvature at these arguments.
 
@@ -587,8 +614,14 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
                   example.
                 - `fisher_empirical`: the empirical Fisher matrix, from gradients with the targets
                   of the batch; all losses must be registered with targets.
+                - `fisher_empirical_direct`: the square of the gradient of the objective itself, by
+                  `func_and_grad` or by `jax.grad` of the function; for blocks that are estimated
+                  from the gradient of the batch, such as `NaiveDiagonal`.
+                - `fisher_empirical_direct_synced`: the same, with the gradient averaged over
+                  devices before it is squared.
                 - `ggn_curvature_prop`, `ggn_exact`: the generalised Gauss-Newton matrix by the
                   same methods, for any kind of loss.
+            identity_weight: The damping, for user-supplied blocks whose estimate depends on it.
 
         Returns:
             The updated state.
@@ -616,7 +649,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         """
         mode = check_mode(estimation_mode or self.default_estimation_mode)
         self.finalize(func_args)
-        update = AverageUpdate(ema_old, ema_new, batch_size, pmap_axis_name)
+        update = AverageUpdate(ema_old, ema_new, batch_size, pmap_axis_name, identity_weight)
+        if mode in DIRECT_MODES:
+            return self._updated_from_gradient(state, mode, func_args, update)
         return self._updated(state, mode, rng, func_args, update)
 
     def update_cache(
@@ -629,6 +664,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         pmap_axis_name: str | None,
         *,
         blocks: Sequence[int] | None = None,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> BlockDiagonalState:
         """Compute powers and eigenvalues of the blocks and cache them.
 
@@ -641,6 +677,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             eigenvalues: Whether to also cache the eigenvalues.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
             blocks: Indices of the blocks to update; None for all.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             The state with a new cache. Entries that were not listed in `init` are added.
@@ -664,7 +703,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             Array([[1.],
                    [1.]], dtype=float32)
         """
-        weights = self._per_block(identity_weight)
+        weights = self._scaled_weights(
+            state, identity_weight, norm_to_scale_identity_weight_per_block
+        )
         options = (exact_powers, approx_powers, eigenvalues)
         selected = set(self._replicated if blocks is None else blocks)
         indices = sorted(selected & set(self._replicated))
@@ -694,6 +735,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
+        *,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> PyTree:
         """Multiply a vector by `(matrix + identity_weight * identity) ** power`, block by block.
 
@@ -708,6 +751,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             use_cached: Whether to use the result of the last `update_cache`, including the
                 `identity_weight` it was given. The power 1 is computed if it is not cached.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             A pytree like the parameters.
@@ -734,7 +780,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
                    [81.]], dtype=float32)
         """
         vectors = self.params_vector_to_blocks_vectors(parameter_structured_vector)
-        weights = self._per_block(identity_weight)
+        weights = self._scaled_weights(
+            state, identity_weight, norm_to_scale_identity_weight_per_block
+        )
         options = PowerOptions(power, exact_power, use_cached)
         products = self._products(state, vectors, weights, options, pmap_axis_name)
         product = self.blocks_vectors_to_params_vector(
@@ -890,7 +938,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
     def _make_structure(self, func_args: Sequence[PyTree]) -> Structure:
         """Trace the function and make its blocks."""
         at = self._traced.at(func_args)
-        return Structure.of_layers(at, self._tag_ctors, self._index_ctors)
+        return Structure.of_layers(at, self._tag_ctors, self._index_ctors, self._default_block_ctor)
 
     @property
     def _replicated(self) -> Sequence[int]:
@@ -915,7 +963,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             updated = update_from_layer_data(layers, states, mode, randomness, passes, update)
             return replace(state, blocks_states=tuple(updated))
         if self._microbatches.is_none:
-            sums = sum_of_terms(layers, states, mode, randomness)
+            sums = sum_of_terms(layers, states, mode, randomness, self._should_vmap_samples)
         else:
             sums = self._sum_microbatches(layers, states, mode, randomness, func_args)
         terms = with_batch_terms(layers, states, sums, update.axis_name)
@@ -955,12 +1003,73 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         states = list(state.blocks_states)
         for n in self._replicated:
             block = self._structure.blocks[n]
-            states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *update)
+            weights = update.averaging
+            states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *weights)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:
         at = local_loss_map(self._traced, func_args, self.params_index)
         return Layers(at, self._structure.blocks)
+
+    def _updated_from_gradient(
+        self,
+        state: BlockDiagonalState,
+        mode: str,
+        func_args: Sequence[PyTree],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
+        """Return the state after an update with the gradient of the objective itself."""
+        layers = self._layers(func_args)
+        check_gradient_blocks(mode, layers.blocks)
+        gradient = gradient_of_objective(
+            self.func, self._func_and_grad, func_args, self.params_index
+        )
+        if update.axis_name is not None and mode.endswith("_synced"):
+            gradient = lax.pmean(gradient, update.axis_name)
+        updated = update_from_gradient(layers, state.blocks_states, gradient, update)
+        return replace(state, blocks_states=tuple(updated))
+
+    def block_norms(self, state: BlockDiagonalState, norm_type: str) -> tuple[Array, ...]:
+        """Return a norm of each block.
+
+        Arguments:
+            state: State of the estimator.
+            norm_type: "avg_diag", the mean of the diagonal; "2_norm", the largest eigenvalue;
+                "1_norm", the largest sum of absolute values in a column; or "avg_fro", the
+                Frobenius norm divided by the square root of the size.
+
+        Returns:
+            A scalar for each block, in the order of `blocks`.
+
+        Raises:
+            ValueError: If there is no norm of this name.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import curvax
+            >>> def model(w, x):
+            ...     curvax.register_normal_predictive_distribution(x @ w, variance=1.0)
+            >>> args = jnp.ones((2, 1)), jnp.array([[2.0, 0.0], [0.0, 4.0]])
+            >>> estimator, key = curvax.BlockDiagonalCurvature(model), jax.random.key(0)
+            >>> state = estimator.update_curvature_matrix_estimate(
+            ...     estimator.init(key, args, None, None), 0.0, 1.0, 2, key, args, None, "ggn_exact"
+            ... )
+            >>> [float(norm) for norm in estimator.block_norms(state, "2_norm")]
+            [8.0]
+        """
+        blocks = zip(self._structure.blocks, state.blocks_states, strict=True)
+        return tuple(block.norm(present(x), norm_type) for block, x in blocks)
+
+    def _scaled_weights(
+        self, state: BlockDiagonalState, identity_weight: IdentityWeight, norm_type: str | None
+    ) -> Sequence[ArrayLike]:
+        """Return the identity weight of each block, multiplied by a norm of the block."""
+        weights = self._per_block(identity_weight)
+        if norm_type is None:
+            return weights
+        norms = self.block_norms(state, norm_type)
+        return [weight * norm for weight, norm in zip(weights, norms, strict=True)]
 
     def _per_block(self, identity_weight: IdentityWeight) -> Sequence[ArrayLike]:
         """Return the identity weight of each block."""
@@ -1020,4 +1129,4 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
     ) -> TermSums:
         layers = self._layers(self._batch.replace(other_args, batch))
         randomness = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in rows]
-        return sum_of_terms(layers, states, mode.value, randomness)
+        return sum_of_terms(layers, states, mode.value, randomness, self._should_vmap_samples)

@@ -12,6 +12,7 @@ pass for each column of a factor.
   Swersky 2012, "Estimating the Hessian by back-propagating curvature").
 - `exact`: `c` is a column of that factor.
 - `empirical`: `c` is the gradient for the target of the batch.
+- `empirical_direct`: there are no cotangents; the gradient of the objective itself is squared.
 
 In exact and empirical modes, the cotangents of each row of a loss have a random sign. Whatever is
 quadratic in the gradients of single rows does not depend on it. But estimates from the sum over all
@@ -93,6 +94,9 @@ MODES = (
     "ggn_exact",
 )
 
+DIRECT_MODES = ("fisher_empirical_direct", "fisher_empirical_direct_synced")
+"""Modes without registered losses: from the gradient of the objective itself."""
+
 Cotangents = list[tuple[Array, ...]]
 """For each loss, an array for each of its `parameter_dependants`."""
 
@@ -113,11 +117,17 @@ class Sweep:
 
 def check_mode(mode: str) -> str:
     """Return the mode; raise an error if it is unknown."""
-    if mode not in MODES:
+    known = (*MODES, *DIRECT_MODES)
+    if mode not in known:
         raise ValueError(
-            f"{where()}: the estimation mode {mode!r} is not known, only {', '.join(MODES)}."
+            f"{where()}: the estimation mode {mode!r} is not known, only {', '.join(known)}."
         )
     return mode
+
+
+def is_sampled(mode: str) -> bool:
+    """Return whether a mode samples, so that it is right in expectation only."""
+    return mode.endswith(("gradients", "curvature_prop"))
 
 
 def sample_randomness(

@@ -97,6 +97,8 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
+        *,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> PyTree:
         """Multiply a vector by `(matrix + identity_weight * identity) ** power`.
 
@@ -111,6 +113,9 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             use_cached: Whether to use the result of the last `update_cache`, including the
                 `identity_weight` it was given. The power 1 is computed if it is not cached.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             A pytree like the parameters.
@@ -124,6 +129,8 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
+        *,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> PyTree:
         """Multiply a vector by `matrix + identity_weight * identity`.
 
@@ -139,6 +146,9 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             use_cached: Whether to use the result of the last `update_cache`, if it holds this
                 power.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             A pytree like the parameters.
@@ -168,6 +178,7 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             exact_power,
             use_cached,
             pmap_axis_name,
+            norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
         )
 
     def multiply_inverse(
@@ -178,6 +189,8 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
         exact_power: bool,
         use_cached: bool,
         pmap_axis_name: str | None,
+        *,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> PyTree:
         """Multiply a vector by the inverse of `matrix + identity_weight * identity`.
 
@@ -195,6 +208,9 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             use_cached: Whether to use the inverse that the last `update_cache` computed, with the
                 damping it was given.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             A pytree like the parameters.
@@ -225,6 +241,7 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             exact_power,
             use_cached,
             pmap_axis_name,
+            norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
         )
 
     @abc.abstractmethod
@@ -250,6 +267,8 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
         func_args: Sequence[PyTree],
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
+        *,
+        identity_weight: ArrayLike = 0.0,
     ) -> StateT:
         """Update the moving averages with the curvature at these arguments.
 
@@ -274,8 +293,14 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
                   example.
                 - `fisher_empirical`: the empirical Fisher matrix, from gradients with the targets
                   of the batch; all losses must be registered with targets.
+                - `fisher_empirical_direct`: the square of the gradient of the objective itself, by
+                  `func_and_grad` or by `jax.grad` of the function; for blocks that are estimated
+                  from the gradient of the batch, such as `NaiveDiagonal`.
+                - `fisher_empirical_direct_synced`: the same, with the gradient averaged over
+                  devices before it is squared.
                 - `ggn_curvature_prop`, `ggn_exact`: the generalised Gauss-Newton matrix by the
                   same methods, for any kind of loss.
+            identity_weight: The damping, for user-supplied blocks whose estimate depends on it.
 
         Returns:
             The updated state.
@@ -290,6 +315,8 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
         approx_powers: Powers,
         eigenvalues: bool,
         pmap_axis_name: str | None,
+        *,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> StateT:
         """Compute powers and eigenvalues of the current estimate and cache them.
 
@@ -301,6 +328,9 @@ class CurvatureEstimator(abc.ABC, Generic[StateT]):
             approx_powers: Approximate matrix powers to cache.
             eigenvalues: Whether to also cache the eigenvalues.
             pmap_axis_name: Name of a mapped axis over which to distribute the work, or None.
+            norm_to_scale_identity_weight_per_block: Name of a norm: "avg_diag", "1_norm",
+                "2_norm" or "avg_fro". The identity weight of each block is then multiplied by this
+                norm of the block. None to leave it as it is.
 
         Returns:
             The state with a new cache. Entries that were not listed in `init` are added.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvax._errors import where
 from curvax._tree import Static
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.backward_passes import AverageUpdate, local_loss_map
@@ -145,6 +146,18 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, indices)
         terms = run(Static(mode), self._batch.without(func_args), block_state, batch, keys)
         return self._update_averages(state, [terms], [block.uses], update)
+
+    def _updated_from_gradient(
+        self,
+        state: BlockDiagonalState,
+        mode: str,
+        func_args: Sequence[PyTree],
+        update: AverageUpdate,
+    ) -> BlockDiagonalState:
+        raise ValueError(
+            f"{where()}: the mode {mode!r} squares the gradient of the batch, and this matrix is "
+            f"the sum of those of single examples. Use fisher_empirical."
+        )
 
     def _make_structure(self, func_args: Sequence[PyTree]) -> Structure:
         at = self._traced.at(self._first_example(func_args))

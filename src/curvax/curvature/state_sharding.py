@@ -583,9 +583,11 @@ class ShardedCurvature(BlockDiagonalCurvature):
         pmap_axis_name: str | None,
         *,
         blocks: Sequence[int] | None = None,
+        norm_to_scale_identity_weight_per_block: str | None = None,
     ) -> BlockDiagonalState:
         self._check_no_eigenvalues(eigenvalues)
-        weights = self._per_block(identity_weight)
+        norm_type = norm_to_scale_identity_weight_per_block
+        weights = self._scaled_weights(state, identity_weight, norm_type)
         powers = powers_of(exact_powers), powers_of(approx_powers)
         shards = []
         for shard, x in zip(self._shards, _sharded(state).shards, strict=True):
@@ -593,11 +595,17 @@ class ShardedCurvature(BlockDiagonalCurvature):
             shards.append(_with_cache(shard, x, of_units, *powers, blocks, pmap_axis_name))
         state = replace(_sharded(state), shards=tuple(shards))
         options = (exact_powers, approx_powers, eigenvalues, pmap_axis_name)
-        return super().update_cache(state, identity_weight, *options, blocks=blocks)
+        return super().update_cache(state, weights, *options, blocks=blocks)
 
     def block_eigenvalues(self, state: BlockDiagonalState, use_cached: bool) -> tuple[Array, ...]:
         self._check_no_eigenvalues(use_cached)
         return super().block_eigenvalues(whole_state(self, state), use_cached)
+
+    def block_norms(self, state: BlockDiagonalState, norm_type: str) -> tuple[Array, ...]:
+        raise NotImplementedError(
+            f"{where()}: norms of the blocks of a sharded state are not implemented. Leave "
+            f"norm_to_scale_identity_weight_per_block out, or replicate the state."
+        )
 
     def to_diagonal_block_dense_matrix(self, state: BlockDiagonalState) -> tuple[Array, ...]:
         return super().to_diagonal_block_dense_matrix(whole_state(self, state))

@@ -22,15 +22,19 @@ from curvax import _jax
 from curvax._errors import check_count, where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
-from curvax.curvature.block_diagonal import BlockCtor
+from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
 from curvax.curvature.estimation_modes import check_mode
+from curvax.curvature.linalg.norms import NORMS
 from curvax.maps.microbatch import microbatch
 from curvax.optimizer.data_parallel import axis_of, check_mesh, num_devices
 
 Number = float | int | Array
 
-Schedule = Callable[[Array], ArrayLike]
-"""A function from the index of a step, which is traced, to a value."""
+Schedule = Callable[..., ArrayLike]
+"""A function from the index of a step, which is traced, to a value.
+
+It may have a second argument, called `data_seen`: the number of examples before the step.
+"""
 
 
 class Adaptive:
@@ -96,6 +100,22 @@ def _strings(name: str, value: Any) -> None:
         )
 
 
+def _norm_type(name: str, value: Any) -> None:
+    if value is not None and value not in NORMS:
+        raise ValueError(
+            f"{where()}: {name} must be the name of a norm, one of {', '.join(NORMS)}, or "
+            f"None, got {value!r}."
+        )
+
+
+def _matrix_type(name: str, value: Any) -> None:
+    if value not in (None, "fisher", "ggn"):
+        raise ValueError(
+            f"{where()}: {name} must be 'fisher', 'ggn', or None for the matrix of the "
+            f"estimation mode, got {value!r}."
+        )
+
+
 _ANY = _number(lambda x: x == x, "a number")
 _POSITIVE = _number(lambda x: x > 0, "positive")
 _POSITIVE_OR_NONE = _number(lambda x: x > 0, "positive", is_optional=True)
@@ -125,11 +145,19 @@ class PreconditionerConfig:
     use_exact_inverses: bool = False
     precon_power: float | int = field(default=-1, metadata=_ANY)
     num_estimator_samples: int = field(default=1, metadata=_COUNT)
+    should_vmap_estimator_samples: bool = False
+    norm_to_scale_identity_weight_per_block: str | None = field(
+        default=None, metadata={"check": _norm_type}
+    )
     register_only_generic: bool = False
     strict_registration: bool = False
     patterns_to_skip: Sequence[str] = field(default=(), metadata=_STRINGS)
+    use_automatic_registration: bool = True
     auto_register_kwargs: Mapping[str, Any] | None = None
     layer_tag_to_block_ctor: Mapping[str, BlockCtor] | None = None
+    custom_estimator_ctor: Callable[..., BlockDiagonalCurvature] | None = field(
+        default=None, metadata=_FUNCTION_OR_NONE
+    )
     regularized_parameters_path_exclusions: Sequence[str] = field(default=(), metadata=_STRINGS)
     batch_size_extractor: Callable[[PyTree], Number] = field(
         default=default_batch_size_extractor, metadata=_function()
@@ -175,6 +203,7 @@ class KFACConfig(PreconditionerConfig):
     use_adaptive_damping: bool = False
     damping_schedule: Schedule | None = field(default=None, metadata=_schedule("damping"))
     initial_damping: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
+    use_initial_damping_calibration: bool = False
     min_damping: Number = field(default=1e-8, metadata=_NON_NEGATIVE)
     max_damping: Number = field(default=float("inf"), metadata=_POSITIVE)
     include_damping_in_quad_change: bool = False
@@ -185,6 +214,11 @@ class KFACConfig(PreconditionerConfig):
     damping_lower_threshold: Number = field(default=0.25, metadata=_ANY)
     damping_upper_threshold: Number = field(default=0.75, metadata=_ANY)
     always_use_exact_qmodel_for_damping_adjustment: bool = False
+    exact_quad_model_matrix_type: str | None = field(default=None, metadata={"check": _matrix_type})
+    precon_damping_mult: Number = field(default=1.0, metadata=_POSITIVE)
+    precon_damping_schedule: Schedule | None = field(
+        default=None, metadata=_function(is_optional=True)
+    )
     norm_constraint: Number | None = field(default=None, metadata=_POSITIVE_OR_NONE)
     use_step_rejection: bool = False
     reject_damping_increase_factor: Number = field(
@@ -226,6 +260,13 @@ class KFACConfig(PreconditionerConfig):
             self.use_adaptive_damping or initial is None,
             f"initial_damping={initial} is the initial value of an adaptive damping, but "
             f"use_adaptive_damping=False. Set use_adaptive_damping=True, or give damping to step.",
+        )
+        _require(
+            not self.use_initial_damping_calibration
+            or (self.use_adaptive_damping and self.num_burnin_steps > 0),
+            "use_initial_damping_calibration=True finds the initial value of an adaptive damping, "
+            "with the curvature of burn-in. Set use_adaptive_damping=True and num_burnin_steps to "
+            "one or more.",
         )
         _require(low <= high, f"min_damping={low} is larger than max_damping={high}.")
         _require(
@@ -280,6 +321,7 @@ class OptimizerConfig(KFACConfig):
     include_norms_in_stats: bool = False
     include_per_param_norms_in_stats: bool = False
     include_registered_loss_in_stats: bool = False
+    invalid_metric_value: Number = float("nan")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,6 +337,11 @@ class OptimizerConfig(KFACConfig):
             not (is_fraction and has_devices and jax.process_count() > 1),
             f"memory_budget={budget!r} is a fraction of the memory of a process, which may differ "
             f"between processes, but all must run the same program. Give bytes, such as '2GiB'.",
+        )
+        _require(
+            not (self.shard_state and self.custom_estimator_ctor is not None),
+            "shard_state=True has an estimator of its own, which custom_estimator_ctor cannot "
+            "replace. Give one of them.",
         )
         check_mesh(self.mesh, self.pmap_axis_name)
 
@@ -326,16 +373,22 @@ def check_given(name: str, hyperparameter: Hyperparameter, value: ArrayLike | No
         raise ValueError(f"{where()}: step was given {name}={value}, but {reason}. Leave it out.")
 
 
-def as_scalar(name: str, value: ArrayLike | None, dtype: np.dtype) -> Array | None:
-    """Return a number as an array of the given dtype.
+def as_scalar(
+    name: str, value: ArrayLike | None, dtype: np.dtype, shape: tuple[int, ...] = ()
+) -> Array | None:
+    """Return a number as an array of the given dtype, repeated to a shape.
 
     A Python float and a float32 array then run the same compiled program.
     """
     if value is None:
         return None
-    if jnp.shape(value):
+    if jnp.shape(value) not in ((), shape):
+        form = (
+            f"once, or as an array of shape {shape}" if shape else "once, also on several devices"
+        )
         raise ValueError(
             f"{where()}: {name} is one number, got an array of shape {jnp.shape(value)}. "
-            f"It is given once, also on several devices."
+            f"It is given {form}."
         )
-    return jnp.asarray(value, dtype)
+    array = jnp.asarray(value, dtype)
+    return array if array.shape == shape else jnp.broadcast_to(array, shape)

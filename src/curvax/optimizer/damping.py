@@ -7,7 +7,10 @@ then the damping decreases, and steps become longer. Where rho is small, or the 
 finite, the damping increases.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
+from jax import lax
 
 from curvax._types import Array
 from curvax.optimizer.config import KFACConfig, Number
@@ -57,12 +60,12 @@ def next_damping(
         new_loss: The loss after the step.
         change: The change of the loss that the quadratic model predicted.
     """
-    adapted = _adapted(config, damping, loss.astype(new_loss.dtype), new_loss, change)
-    usual = jnp.where(is_damping_due(config, step), adapted, damping)
+    new = adapted(config, damping, loss.astype(new_loss.dtype), new_loss, change)
+    usual = jnp.where(is_damping_due(config, step), new, damping)
     return jnp.where(is_taken, usual, _after_failed_step(config, damping))
 
 
-def _adapted(
+def adapted(
     config: KFACConfig, damping: Array, loss: Array, new_loss: Array, change: Array
 ) -> Array:
     """Apply the rule to the loss before and after a step, and its predicted change.
@@ -79,8 +82,27 @@ def _adapted(
     is_good = (rho > config.damping_upper_threshold) & (change < 0)
     is_fair = jnp.where(change < 0, rho >= config.damping_lower_threshold, difference <= 0)
     decreased = jnp.where(is_good, damping * factor, damping)
-    adapted = jnp.where(is_fair, decreased, _increased(config, damping, 1 / factor, 1e8))
-    return _clipped(config, jnp.where(is_noise, damping, adapted))
+    new = jnp.where(is_fair, decreased, _increased(config, damping, 1 / factor, 1e8))
+    return _clipped(config, jnp.where(is_noise, damping, new))
+
+
+def calibrated(next_value: Callable[[Array], Array], damping: Array) -> Array:
+    """Apply a rule until it keeps the damping, and return that.
+
+    A rule may also alternate between two neighbouring values, of which the larger is returned.
+    """
+
+    def is_close(x: Array, y: Array) -> Array:
+        return jnp.abs(x - y) <= 1e-3 * jnp.maximum(x, y)
+
+    def is_settled(values: tuple[Array, Array, Array]) -> Array:
+        before, last, new = values
+        return is_close(last, new) | is_close(before, new)
+
+    start = (jnp.full_like(damping, jnp.inf), damping, next_value(damping))
+    advance = lambda values: (values[1], values[2], next_value(values[2]))
+    _, last, new = lax.while_loop(lambda values: ~is_settled(values), advance, start)
+    return jnp.maximum(last, new)
 
 
 def _after_failed_step(config: KFACConfig, damping: Array) -> Array:

@@ -5,9 +5,11 @@ Parameters may be sharded along other axes of the mesh, which the compiler handl
 axes of the mesh are `Auto`, and results are returned on the mesh that the user gave.
 """
 
+import abc
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +24,8 @@ from curvax.curvature.batch import axes_of
 from curvax.curvature.state_sharding import state_specs
 from curvax.devices.agreement import NewShapes
 from curvax.devices.mesh_axis import MeshAxis, check_is_mesh, is_committed
+
+T = TypeVar("T")
 
 _BATCH = "batch"
 _REPLICATED = PartitionSpec()
@@ -62,7 +66,50 @@ def without_shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-class DataParallel:
+class Devices(abc.ABC):
+    """Several devices on which programs run: the form of their arguments and of their results.
+
+    Functions run under `shard_map` over an axis called `axis`. They take their arguments by name.
+    `results` describes what they return: a pytree prefix with a `Result` for each leaf.
+    """
+
+    axis: str
+
+    @property
+    def scalar_shape(self) -> tuple[int, ...]:
+        """The shape in which programs take learning rate, momentum and damping."""
+        return ()
+
+    @abc.abstractmethod
+    def check(self, args: Mapping[str, PyTree]) -> None:
+        """Check the form of arguments, before any program is compiled for them."""
+
+    @abc.abstractmethod
+    def placed(self, program: str, args: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Put the arguments of a program on the devices."""
+
+    @abc.abstractmethod
+    def run(self, program: Fun, args: Mapping[str, PyTree]) -> PyTree:
+        """Run a compiled program."""
+
+    @abc.abstractmethod
+    def shardings(self, results: PyTree, args: Mapping[str, PyTree]) -> PyTree:
+        """Return the shardings of results, as `out_shardings` of `jax.jit`."""
+
+    @abc.abstractmethod
+    def shard_map(self, fun: Fun, names: Sequence[str], results: PyTree) -> Fun:
+        """Return `jax.shard_map` of a function whose arguments have these names."""
+
+    @abc.abstractmethod
+    def run_traced(self, fun: Fun, args: Mapping[str, PyTree], results: PyTree) -> PyTree:
+        """Call the function while tracing: under `shard_map`, unless the caller is already."""
+
+    @abc.abstractmethod
+    def trace(self, build: Callable[[Sequence[PyTree]], T], func_args: Sequence[PyTree]) -> T:
+        """Return `build` of arguments that suffice to trace the user-supplied function."""
+
+
+class DataParallel(Devices):
     """Run functions with batches sharded along an axis of a mesh, or over all devices.
 
     Functions take their arguments by name; the one called "batch" is sharded. `results` describes
@@ -96,6 +143,14 @@ class DataParallel:
     def has_other_axes(self) -> bool:
         """Whether arrays may be sharded along other axes of the mesh."""
         return len(self._mesh.axis_names) > 1
+
+    def check(self, args: Mapping[str, PyTree]) -> None:
+        """Check that no argument has a leading axis for devices."""
+        self.check_not_stacked(args)
+
+    def trace(self, build: Callable[[Sequence[PyTree]], T], func_args: Sequence[PyTree]) -> T:
+        """Return `build` of the arguments; of their shapes outside of `shard_map`."""
+        return build(func_args if _jax.is_bound(self.axis) else without_shardings(func_args))
 
     def check_not_stacked(self, args: Mapping[str, PyTree]) -> None:
         """Check that no argument has a leading axis for devices, as `jax.pmap` expects it."""

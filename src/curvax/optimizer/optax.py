@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax import _jax
-from curvax._cpu import all_finite
+from curvax._cpu import all_finite, run_if
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.optimizer.config import (
@@ -106,17 +106,20 @@ def kfac(
 
             - Curvature and its inverse: `l2_reg` (zero by default), `estimation_mode`,
               `curvature_ema`, `curvature_update_period`, `inverse_update_period`,
-              `stagger_inverses`, `use_exact_inverses`, `precon_power`, `num_estimator_samples`.
+              `stagger_inverses`, `use_exact_inverses`, `precon_power`, `num_estimator_samples`,
+              `should_vmap_estimator_samples`, `norm_to_scale_identity_weight_per_block`.
             - Adaptive values: `use_adaptive_learning_rate`, `use_adaptive_momentum`,
-              `use_adaptive_damping` with `initial_damping`, `min_damping`, `max_damping`,
+              `use_adaptive_damping` with `initial_damping`, `use_initial_damping_calibration`,
+              `min_damping`, `max_damping`,
               `damping_adaptation_interval`, `damping_adaptation_decay`, `damping_lower_threshold`,
               `damping_upper_threshold`, `include_damping_in_quad_change`,
-              `always_use_exact_qmodel_for_damping_adjustment`.
+              `always_use_exact_qmodel_for_damping_adjustment`, `exact_quad_model_matrix_type`;
+              and `precon_damping_mult` or `precon_damping_schedule`.
             - Steps: `norm_constraint`, `use_step_rejection`, `reject_damping_increase_factor`,
               `num_burnin_steps` (zero by default), `batch_process_func`, `batch_size_extractor`.
             - Layers: `register_only_generic`, `strict_registration`, `patterns_to_skip`,
-              `auto_register_kwargs`, `layer_tag_to_block_ctor`,
-              `regularized_parameters_path_exclusions`.
+              `use_automatic_registration`, `auto_register_kwargs`, `layer_tag_to_block_ctor`,
+              `custom_estimator_ctor`, `regularized_parameters_path_exclusions`.
             - Memory and devices: `microbatch_size` or `memory_budget`, `distributed_inverses`,
               `distributed_precon_apply`.
 
@@ -185,6 +188,12 @@ def kfac(
             value = core.loss(func_args)
         loss_value = jnp.asarray(0.0 if value is None else value, scalar_dtype(updates))
         evaluation = Evaluation(loss_value, None, None, updates)
+        if config.use_initial_damping_calibration:
+            named = [given.get(name) for name in ("learning_rate", "momentum")]
+            calibrate = lambda state: core.with_calibrated_damping(
+                state, evaluation, func_args, step_rng, *named
+            )
+            before = run_if(before.step_counter == 0, calibrate, before)
         hyperparameters = core.hyperparameters(before, **given)
         change, after, _ = core.update(before, evaluation, func_args, step_rng, hyperparameters)
         return change, KFACState(after, jax.random.key_data(rng))
@@ -226,10 +235,11 @@ def scale_by_kfac(
             - Estimate and inverse: `l2_reg` (zero by default), `estimation_mode`, `curvature_ema`,
               `curvature_update_period`, `inverse_update_period`, `stagger_inverses`,
               `use_exact_inverses`, `precon_power`, `num_estimator_samples`,
+              `should_vmap_estimator_samples`, `norm_to_scale_identity_weight_per_block`,
               `batch_size_extractor`.
             - Layers: `register_only_generic`, `strict_registration`, `patterns_to_skip`,
-              `auto_register_kwargs`, `layer_tag_to_block_ctor`,
-              `regularized_parameters_path_exclusions`.
+              `use_automatic_registration`, `auto_register_kwargs`, `layer_tag_to_block_ctor`,
+              `custom_estimator_ctor`, `regularized_parameters_path_exclusions`.
             - Memory and devices: `microbatch_size` or `memory_budget`, `distributed_inverses`,
               `distributed_precon_apply`.
 
@@ -295,7 +305,7 @@ def scale_by_kfac(
         value = jnp.asarray(damping(count) if callable(damping) else damping, scalar_dtype(updates))
         is_finite = all_finite(updates)
         curvature = preconditioner.update_curvature_if_due(
-            state.estimator_state, count, is_stale, func_args, step_rng, is_finite
+            state.estimator_state, count, is_stale, func_args, step_rng, is_finite, value
         )
         curvature = preconditioner.update_inverses_if_due(curvature, count, is_stale, value)
         scaled = preconditioner.apply(curvature, updates, value)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, SupportsInt, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.batch import default_batch_size_extractor
@@ -40,7 +40,7 @@ from curvax.optimizer.config import (
     check_given,
 )
 from curvax.optimizer.damping import damping_decay_factor, is_damping_due
-from curvax.optimizer.data_parallel import DataParallel, without_shardings
+from curvax.optimizer.data_parallel import DataParallel, Devices
 from curvax.optimizer.fit import Callback, NoMoreBatches, fit
 from curvax.optimizer.preconditioner import EstimatorState, l2_matrix
 from curvax.optimizer.programs import Programs, check_alive, is_traced
@@ -83,11 +83,12 @@ class Optimizer:
 
     - `step`, `batch_size`, `data_seen`, `loss`, `learning_rate`, `momentum`, `damping`.
     - `new_loss`, the loss after the step; `quad_model_change`, the change of the loss that the
-      quadratic model predicts; `rho`, the ratio of the change to the predicted one. They are NaN in
-      steps that do not need them.
+      quadratic model predicts; `rho`, the ratio of the change to the predicted one. They are NaN,
+      or `invalid_metric_value`, in steps that do not need them.
     - `scaled_grad_norm_sq`, the squared norm of `learning_rate * direction` in the metric of the
       estimate, before any constraint.
     - `skipped`, the number of steps skipped so far.
+    - `precon_damping`, the damping in the preconditioner, if an option makes it a different one.
     - `aux` if the function returns it; `rejected` with `use_step_rejection`.
     - On request `registered_loss`, `param_norm`, `grad_norm`, `precon_grad_norm`, `update_norm`,
       and, by parameter, `param_norms` and so on.
@@ -200,6 +201,24 @@ class Optimizer:
         shard_state: Whether to shard the Kronecker factors over devices instead of replicating
             them. Pairs of factors of equal shape are distributed, so the memory per device
             decreases with the number of devices up to the number of such pairs.
+        use_initial_damping_calibration: Whether to apply the rule of the adaptive damping to the
+            first step, after burn-in, until it would keep the damping. That is its initial value.
+        precon_damping_mult: Factor of the damping in the preconditioner. The quadratic model has
+            the damping without it.
+        precon_damping_schedule: The damping in the preconditioner as a function of the index of the
+            step, 0 for the first one, independently of that of the quadratic model.
+        exact_quad_model_matrix_type: The curvature of the exact quadratic model, `"fisher"` or
+            `"ggn"`; None for the matrix of the estimation mode.
+        custom_estimator_ctor: Makes the curvature estimator, in place of `BlockDiagonalCurvature`,
+            whose arguments it is called with; a subclass of it, for example.
+        use_automatic_registration: Whether to detect layers that the function does not tag itself.
+            If not, it must tag a layer for each parameter.
+        should_vmap_estimator_samples: Whether to compute the samples of a curvature update at the
+            same time instead of one after the other.
+        norm_to_scale_identity_weight_per_block: Name of a norm of each block by which its damping
+            is multiplied: "avg_diag", "1_norm", "2_norm" or "avg_fro".
+        invalid_metric_value: The value, in place of NaN, of statistics in steps that do not compute
+            them.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -228,6 +247,7 @@ class Optimizer:
 
     State: ClassVar[type[OptimizerState]] = OptimizerState
 
+    _core_type: ClassVar[type[KFAC]] = KFAC
     _config: OptimizerConfig
     _core: KFAC | None = None
 
@@ -290,6 +310,15 @@ class Optimizer:
         donate_buffers: bool = True,
         mesh: Mesh | None = None,
         shard_state: bool = False,
+        use_initial_damping_calibration: bool = False,
+        precon_damping_mult: Number = 1.0,
+        precon_damping_schedule: Schedule | None = None,
+        exact_quad_model_matrix_type: str | None = None,
+        custom_estimator_ctor: Callable[..., BlockDiagonalCurvature] | None = None,
+        use_automatic_registration: bool = True,
+        should_vmap_estimator_samples: bool = False,
+        norm_to_scale_identity_weight_per_block: str | None = None,
+        invalid_metric_value: Number = float("nan"),
     ) -> None:
         config = OptimizerConfig(
             value_and_grad_func=value_and_grad_func,
@@ -348,6 +377,15 @@ class Optimizer:
             donate_buffers=donate_buffers,
             mesh=mesh,
             shard_state=shard_state,
+            use_initial_damping_calibration=use_initial_damping_calibration,
+            precon_damping_mult=precon_damping_mult,
+            precon_damping_schedule=precon_damping_schedule,
+            exact_quad_model_matrix_type=exact_quad_model_matrix_type,
+            custom_estimator_ctor=custom_estimator_ctor,
+            use_automatic_registration=use_automatic_registration,
+            should_vmap_estimator_samples=should_vmap_estimator_samples,
+            norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
+            invalid_metric_value=invalid_metric_value,
         )
         self._configure(config)
 
@@ -362,9 +400,14 @@ class Optimizer:
             **config.sizes,
         )
         axis, has_budget = config.axis_name, config.memory_budget is not None
-        devices = None if axis is None else DataParallel(config.mesh, axis)
-        self._programs = Programs(not config.debug, config.donate_buffers, devices, has_budget)
+        self._devices = None if axis is None else self._make_devices(config, axis)
+        is_compiled, is_donating = not config.debug, config.donate_buffers
+        self._programs = Programs(is_compiled, is_donating, self._devices, has_budget)
         self._counted: tuple[Array | None, int] = (None, 0)
+
+    def _make_devices(self, config: OptimizerConfig, axis: str) -> Devices:
+        """Return the devices along an axis, and the form of arguments and results on them."""
+        return DataParallel(config.mesh, axis)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OPTIONS:
@@ -634,7 +677,8 @@ class Optimizer:
         """
         given = {"learning_rate": learning_rate, "momentum": momentum, "damping": damping}
         dtype = scalar_dtype(params)
-        given = {name: as_scalar(name, value, dtype) for name, value in given.items()}
+        shape = () if self._devices is None else self._devices.scalar_shape
+        given = {name: as_scalar(name, value, dtype, shape) for name, value in given.items()}
         self._check_given(given)
         _check_state(state)
         check_alive((params, state, func_state))
@@ -664,7 +708,9 @@ class Optimizer:
             args["batch"] = self._processed(next(batches))
         except StopIteration:
             raise NoMoreBatches(f"{where()}: data_iterator has no more batches.") from None
-        self._checked_core(params, state, rng, args["batch"], func_state)
+        core = self._checked_core(params, state, rng, args["batch"], func_state)
+        if count == 0 and self._config.use_initial_damping_calibration:
+            args["state"] = self._programs.run("calibration", core.calibrate, args, (), "state")
         name, core = self._within_budget(args)
         result = self._programs.run(name, core.step, args, _REPLACED, results)
         self._counted = (result[1].step_counter, count + 1)
@@ -1045,17 +1091,15 @@ class Optimizer:
     def _trace(self, func_args: Sequence[PyTree]) -> KFAC:
         """Return the pure functions for arguments of this kind; trace the function once."""
         if self._core is None:
-            axis = self._config.axis_name
-            if axis is not None and not _jax.is_bound(axis):
-                func_args = without_shardings(func_args)
-            self._core = self._build(self._config, self._function, func_args)
+            build = lambda args: self._build(self._config, self._function, args)
+            devices = self._devices
+            self._core = build(func_args) if devices is None else devices.trace(build, func_args)
         return self._core
 
-    @staticmethod
     def _build(
-        config: OptimizerConfig, function: ValueFunction, func_args: Sequence[PyTree]
+        self, config: OptimizerConfig, function: ValueFunction, func_args: Sequence[PyTree]
     ) -> KFAC:
-        return KFAC.for_function(
+        return self._core_type.for_function(
             config,
             function,
             func_args,
@@ -1066,6 +1110,7 @@ class Optimizer:
                 config.include_norms_in_stats,
                 config.include_per_param_norms_in_stats,
                 config.include_registered_loss_in_stats,
+                config.invalid_metric_value,
             ),
         )
 
@@ -1117,7 +1162,7 @@ class Optimizer:
     def _step_counter(self, state: OptimizerState) -> SupportsInt:
         """Return the number of steps, without blocking if the state is that of the last step."""
         array, count = self._counted
-        return count if state.step_counter is array else state.step_counter
+        return count if state.step_counter is array else np.ravel(state.step_counter)[0]
 
     def _check_given(self, given: Mapping[str, ArrayLike | None]) -> None:
         for name, value in given.items():

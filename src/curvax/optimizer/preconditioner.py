@@ -7,7 +7,7 @@ curvature". Estimate and inverses are updated each with a period of their own.
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from curvax.curvature.blocks.base import Powers
 from curvax.curvature.estimator import IdentityWeight
 from curvax.curvature.state_sharding import ShardedCurvature
 from curvax.devices.task_assignment import assign
-from curvax.optimizer.config import PreconditionerConfig
+from curvax.optimizer.config import Number, PreconditionerConfig
 from curvax.optimizer.state import inner_products, linear_combination, scalar_dtype
 
 EstimatorState: TypeAlias = BlockDiagonalCurvature.State
@@ -77,12 +77,14 @@ class Preconditioner:
         func_args: Sequence[PyTree],
         axis: str | None = None,
         num_shards: int | None = None,
+        func_and_grad: Fun | None = None,
     ) -> "Preconditioner":
         """Trace a function that registers losses, and whose last argument is the batch.
 
         `num_shards` is the number of devices over which to shard the state; None to replicate it.
+        `func_and_grad` returns the value and the gradient for the "direct" estimation modes.
         """
-        make: Callable[..., BlockDiagonalCurvature] = BlockDiagonalCurvature
+        make = config.custom_estimator_ctor or BlockDiagonalCurvature
         if num_shards is not None:
             make = functools.partial(ShardedCurvature, num_devices=num_shards, axis_name=axis)
         estimator = make(
@@ -90,11 +92,14 @@ class Preconditioner:
             0,
             config.estimation_mode,
             config.layer_tag_to_block_ctor,
+            auto_register_tags=config.use_automatic_registration,
             distributed_multiplies=config.distributed_precon_apply,
             distributed_cache_updates=config.distributed_inverses,
             **config.sizes,
             batch_index=len(func_args) - 1,
             num_samples=config.num_estimator_samples,
+            should_vmap_samples=config.should_vmap_estimator_samples,
+            func_and_grad=func_and_grad,
             register_only_generic=config.register_only_generic,
             patterns_to_skip=config.patterns_to_skip,
             strict=config.strict_registration,
@@ -119,16 +124,26 @@ class Preconditioner:
         func_args: Sequence[PyTree],
         rng: Array,
         is_finite: Array | bool = True,
+        damping: Array | None = None,
+        decay: Number | None = None,
     ) -> EstimatorState:
         """Update the moving averages with the curvature of a batch.
 
-        Skip a non-finite batch by the weights (1, 0); this avoids a select over the whole state.
+        The damping is for user-defined blocks whose estimates depend on it; burn-in has none. Skip
+        a non-finite batch by the weights (1, 0); this avoids a select over the whole state.
         """
-        old = jnp.where(is_finite, self.config.curvature_ema, 1.0)
+        old = jnp.where(is_finite, self.config.curvature_ema if decay is None else decay, 1.0)
         new = jnp.where(is_finite, 1.0, 0.0)
         batch_size = self.config.batch_size_extractor(func_args[-1])
         return self.estimator.update_curvature_matrix_estimate(
-            state, old, new, batch_size, rng, func_args, self.axis
+            state,
+            old,
+            new,
+            batch_size,
+            rng,
+            func_args,
+            self.axis,
+            identity_weight=0.0 if damping is None else self.weights(damping),
         )
 
     def update_curvature_if_due(
@@ -139,11 +154,28 @@ class Preconditioner:
         func_args: Sequence[PyTree],
         rng: Array,
         is_finite: Array,
+        damping: Array,
     ) -> EstimatorState:
         """Equal to `update_curvature` if the step is due or the state stale, else the identity."""
         due = is_due(step, self.config.curvature_update_period)
-        update = lambda state: self.update_curvature(state, func_args, rng, is_finite)
+        update = lambda state: self.update_curvature(state, func_args, rng, is_finite, damping)
         return run_if(_either(due, is_stale), update, state)
+
+    def update_inverses(
+        self, state: EstimatorState, damping: Array, blocks: Sequence[int] | None = None
+    ) -> EstimatorState:
+        """Update the inverses of some of the blocks, by their indices, or of all."""
+        return self.estimator.update_cache(
+            state,
+            self.weights(damping),
+            *self.cached_powers,
+            False,
+            self.axis,
+            blocks=blocks,
+            norm_to_scale_identity_weight_per_block=(
+                self.config.norm_to_scale_identity_weight_per_block
+            ),
+        )
 
     def update_inverses_if_due(
         self, state: EstimatorState, step: Array, is_stale: Array, damping: Array
@@ -152,14 +184,8 @@ class Preconditioner:
 
         With `stagger_inverses`, each phase of a period updates the inverses of some of the blocks.
         """
-        weights = self.weights(damping)
         period = self.config.inverse_update_period
-
-        def update(blocks: Sequence[int] | None, state: EstimatorState) -> EstimatorState:
-            return self.estimator.update_cache(
-                state, weights, *self.cached_powers, False, self.axis, blocks=blocks
-            )
-
+        update = lambda blocks, state: self.update_inverses(state, damping, blocks)
         if not self.config.stagger_inverses or period == 1:
             due = _either(is_due(step, period), is_stale)
             return run_if(due, functools.partial(update, None), state)
@@ -182,6 +208,9 @@ class Preconditioner:
             self.config.use_exact_inverses,
             True,
             self.axis,
+            norm_to_scale_identity_weight_per_block=(
+                self.config.norm_to_scale_identity_weight_per_block
+            ),
         )
 
     def multiply(self, state: EstimatorState, vector: PyTree) -> PyTree:

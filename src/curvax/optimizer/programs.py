@@ -13,7 +13,7 @@ from curvax.memory.budget import MemoryBudgetError, parse_memory
 from curvax.memory.compiled import recorded_plans
 from curvax.memory.usage import MemoryUsage
 from curvax.optimizer.config import MicrobatchSizes
-from curvax.optimizer.data_parallel import DataParallel
+from curvax.optimizer.data_parallel import Devices
 from curvax.optimizer.step import KFAC
 
 
@@ -28,7 +28,7 @@ class Programs:
     """
 
     def __init__(
-        self, is_compiled: bool, is_donating: bool, devices: DataParallel | None, has_budget: bool
+        self, is_compiled: bool, is_donating: bool, devices: Devices | None, has_budget: bool
     ) -> None:
         self._is_compiled, self._is_donating, self._devices = is_compiled, is_donating, devices
         self._has_budget = has_budget
@@ -134,7 +134,7 @@ class Programs:
     def check(self, args: Mapping[str, PyTree]) -> None:
         """Check arguments before any program is compiled for them."""
         if self._devices is not None:
-            self._devices.check_not_stacked(args)
+            self._devices.check(args)
 
     def run_traced(self, fun: Fun, args: Mapping[str, PyTree], results: PyTree = None) -> PyTree:
         """Equal to `run`, except that the caller is traced, so that nothing is compiled here."""

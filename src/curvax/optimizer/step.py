@@ -12,6 +12,7 @@ increases, and the next step updates curvature and inverses whatever their perio
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,11 +24,23 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from curvax import _jax
-from curvax._cpu import all_finite
+from curvax._cpu import all_finite, run_if
 from curvax._types import Array, Fun, PyTree
 from curvax.curvature.implicit import ImplicitExactCurvature
-from curvax.optimizer.config import Adaptive, Hyperparameter, KFACConfig
-from curvax.optimizer.damping import is_damping_due, next_damping, next_factor
+from curvax.optimizer.config import (
+    Adaptive,
+    Hyperparameter,
+    KFACConfig,
+    Number,
+    Schedule,
+)
+from curvax.optimizer.damping import (
+    adapted,
+    calibrated,
+    is_damping_due,
+    next_damping,
+    next_factor,
+)
 from curvax.optimizer.preconditioner import Preconditioner, l2_matrix
 from curvax.optimizer.quadratic_model import QuadraticModel
 from curvax.optimizer.state import (
@@ -45,11 +58,19 @@ from curvax.optimizer.value_function import Evaluation, ValueFunction
 
 
 class Hyperparameters(NamedTuple):
-    """The values of a step; None for those that the quadratic model chooses."""
+    """The values of a step; None for those that the quadratic model chooses.
+
+    Attributes:
+        learning_rate: The learning rate.
+        momentum: The momentum.
+        damping: The damping of the quadratic model.
+        precon_damping: The damping of the preconditioner.
+    """
 
     learning_rate: Array | None
     momentum: Array | None
     damping: Array
+    precon_damping: Array
 
 
 class ProposedUpdate(NamedTuple):
@@ -86,11 +107,15 @@ class Outcome(NamedTuple):
         new_loss: The loss after the update.
         quad_model_change: The change of the loss that the quadratic model predicts.
         rho: The ratio of the change of the loss to the predicted one.
+        has_new_loss: Whether the step needs the loss after the update.
+        has_change: Whether the step needs the predicted change.
     """
 
     new_loss: Array
     quad_model_change: Array
     rho: Array
+    has_new_loss: Array | bool
+    has_change: Array | bool
 
 
 class Verdict(NamedTuple):
@@ -102,11 +127,12 @@ class Verdict(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The optional statistics that a step returns."""
+    """The optional statistics that a step returns, and the value of those it does not compute."""
 
     norms: bool = False
     per_param_norms: bool = False
     registered_loss: bool = False
+    invalid_value: Number = float("nan")
 
 
 @dataclass(frozen=True)
@@ -139,13 +165,25 @@ class KFAC:
     ) -> "KFAC":
         """Trace a function with these arguments, the last of which is the batch."""
         func = function.for_estimator(func_for_estimator, func_args)
-        preconditioner = Preconditioner.for_function(config, func, func_args, axis, num_shards)
+
+        def func_and_grad(*args: PyTree) -> tuple[Array, PyTree]:
+            evaluation = function(args)
+            return evaluation.loss, evaluation.gradient
+
+        preconditioner = Preconditioner.for_function(
+            config, func, func_args, axis, num_shards, func_and_grad
+        )
         return cls(config, function, preconditioner, statistics or Statistics())
 
     @property
     def axis(self) -> str | None:
         """The name of the mesh axis along which batches are sharded; None on one device."""
         return self.preconditioner.axis
+
+    @property
+    def burnin_decay(self) -> Number:
+        """The decay of the moving average of the curvature at each update of burn-in."""
+        return self.config.curvature_ema
 
     @functools.cached_property
     def exact(self) -> ImplicitExactCurvature:
@@ -209,7 +247,26 @@ class KFAC:
         params, state = jax.tree.map(jnp.asarray, (params, state))
         burnin = lambda state, key: self.burnin(params, state, key, batch, func_state)
         state = self.burn_in(burnin, state, rng)
+        if self.config.use_initial_damping_calibration:
+            args = rng, batch, func_state, *hyperparameters
+            calibrate = lambda state: self.calibrate(params, state, *args)
+            state = run_if(state.step_counter == 0, calibrate, state)
         return self.step(params, state, rng, batch, func_state, *hyperparameters)
+
+    def calibrate(
+        self,
+        params: PyTree,
+        state: OptimizerState,
+        rng: Array,
+        batch: PyTree,
+        func_state: PyTree = None,
+        *hyperparameters: ArrayLike | None,
+    ) -> OptimizerState:
+        """Return the state with an adaptive damping that a step with these arguments would keep."""
+        rng, func_rng = jax.random.split(rng)
+        func_args = self.function.arguments(params, func_state, self._device_key(func_rng), batch)
+        evaluation = self._evaluate(func_args)
+        return self.with_calibrated_damping(state, evaluation, func_args, rng, *hyperparameters)
 
     # Functions of the arguments of the user-supplied function, as one sequence.
 
@@ -230,7 +287,9 @@ class KFAC:
         self, state: OptimizerState, func_args: Sequence[PyTree], rng: Array
     ) -> OptimizerState:
         """Update the curvature with one batch, and nothing else."""
-        estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
+        estimate = self.preconditioner.update_curvature(
+            state.estimator_state, func_args, rng, decay=self.burnin_decay
+        )
         return replace(state, estimator_state=estimate)
 
     def burn_in(
@@ -254,20 +313,32 @@ class KFAC:
         damping: ArrayLike | None = None,
     ) -> Hyperparameters:
         """Return the values of a step, from those that it was given, schedules and the state."""
-        count, dtype = state.step_counter, state.damping_factor.dtype
+        dtype = state.damping_factor.dtype
 
         def value(hyperparameter: Hyperparameter, given: ArrayLike | None) -> Array | None:
             if isinstance(hyperparameter, Adaptive):
                 return None
-            return jnp.asarray(given if hyperparameter is None else hyperparameter(count), dtype)
+            found = given if hyperparameter is None else scheduled(hyperparameter, state)
+            return jnp.asarray(found, dtype)
 
         config = self.config
         base = value(config.damping, damping)
+        total = jnp.asarray(state.damping) if base is None else base * state.damping_factor
         return Hyperparameters(
             value(config.learning_rate, learning_rate),
             value(config.momentum, momentum),
-            jnp.asarray(state.damping) if base is None else base * state.damping_factor,
+            total,
+            self._precon_damping(state, total),
         )
+
+    def _precon_damping(self, state: OptimizerState, damping: Array) -> Array:
+        """Return the damping of the preconditioner: scheduled, or a multiple of the damping."""
+        config = self.config
+        if config.precon_damping_schedule is not None:
+            return jnp.asarray(scheduled(config.precon_damping_schedule, state), damping.dtype)
+        if isinstance(config.precon_damping_mult, float | int) and config.precon_damping_mult == 1:
+            return damping
+        return damping * jnp.asarray(config.precon_damping_mult, damping.dtype)
 
     def update(
         self,
@@ -282,21 +353,50 @@ class KFAC:
         The update is zero if it is not taken.
         """
         count, is_stale, damping = state.step_counter, state.is_stale, hyperparameters.damping
+        precon_damping = hyperparameters.precon_damping
         is_finite_batch = jnp.isfinite(evaluation.loss) & all_finite(evaluation.gradient)
         curvature = self.preconditioner.update_curvature_if_due(
-            state.estimator_state, count, is_stale, func_args, rng, is_finite_batch
+            state.estimator_state, count, is_stale, func_args, rng, is_finite_batch, precon_damping
         )
-        curvature = self.preconditioner.update_inverses_if_due(curvature, count, is_stale, damping)
+        curvature = self.preconditioner.update_inverses_if_due(
+            curvature, count, is_stale, precon_damping
+        )
         state = replace(state, estimator_state=curvature)
         proposed = self._propose(state, evaluation.gradient, hyperparameters, func_args)
-        outcome = self._outcome(state, evaluation, proposed, damping, func_args)
+        is_due = self.config.use_adaptive_damping and is_damping_due(self.config, count)
+        outcome = self._outcome(state, evaluation, proposed, damping, func_args, is_due)
         verdict = self._verdict(is_finite_batch, evaluation.loss, proposed, outcome)
         total = self._total(self.config.batch_size_extractor(func_args[-1]), state.data_seen.dtype)
         after = self._state_after(state, proposed.update, verdict, evaluation.loss, outcome, total)
         stats = self._stats(evaluation, proposed, damping, outcome, after, func_args, total)
+        if precon_damping is not damping:
+            stats["precon_damping"] = precon_damping
         # If the update is taken it equals the new velocities, so both share one computation.
         zeros = jax.tree.map(jnp.zeros_like, proposed.update)
         return select(verdict.is_taken, after.velocities, zeros), after, stats
+
+    def with_calibrated_damping(
+        self,
+        state: OptimizerState,
+        evaluation: Evaluation,
+        func_args: Sequence[PyTree],
+        rng: Array,
+        *given: ArrayLike | None,
+    ) -> OptimizerState:
+        """Return the state with an adaptive damping that this step would keep if it were due."""
+        loss = evaluation.loss
+        estimate = self.preconditioner.update_curvature(state.estimator_state, func_args, rng)
+
+        def next_value(damping: Array) -> Array:
+            hyperparameters = self.hyperparameters(replace(state, damping=damping), *given)
+            inverses = self.preconditioner.update_inverses(estimate, hyperparameters.precon_damping)
+            trial = replace(state, estimator_state=inverses)
+            proposed = self._propose(trial, evaluation.gradient, hyperparameters, func_args)
+            outcome = self._outcome(trial, evaluation, proposed, damping, func_args, True)
+            new_loss, change = outcome.new_loss, outcome.quad_model_change
+            return adapted(self.config, damping, loss.astype(new_loss.dtype), new_loss, change)
+
+        return replace(state, damping=calibrated(next_value, jnp.asarray(state.damping)))
 
     def loss(self, func_args: Sequence[PyTree]) -> Array:
         """Return the loss; the compiler eliminates the gradient as dead code."""
@@ -309,7 +409,8 @@ class KFAC:
 
         With a factor B of the curvature, `C = B Bᵀ`, its matrix has the elements `(Bᵀ vᵢ)ᵀ Bᵀ vⱼ`.
         """
-        if self.preconditioner.estimator.default_mat_type == "fisher":
+        matrix = self.config.exact_quad_model_matrix_type
+        if (matrix or self.preconditioner.estimator.default_mat_type) == "fisher":
             factor = self.exact.multiply_fisher_factor_transpose
         else:
             factor = self.exact.multiply_ggn_factor_transpose
@@ -337,14 +438,17 @@ class KFAC:
         local = self.function((varying, *rest))
         if self.axis is None:
             return local
+        func_state, aux = self._reduced_state_and_aux(local, (varying, *rest))
+        return Evaluation(self._mean(local.loss), func_state, aux, self._mean(local.gradient))
+
+    def _reduced_state_and_aux(
+        self, local: Evaluation, func_args: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the state of the function and `aux`, reduced over devices."""
         aux = jax.tree.map(jnp.asarray, local.aux)
-        rows = self.function.rows_of_aux((varying, *rest), aux)
-        return local._replace(
-            loss=self._mean(local.loss),
-            gradient=self._mean(local.gradient),
-            func_state=jax.tree.map(self._mean_if_real, local.func_state),
-            aux=jax.tree.map(self._reduce_aux, aux, rows),
-        )
+        rows = self.function.rows_of_aux(func_args, aux)
+        func_state = jax.tree.map(self._mean_if_real, local.func_state)
+        return func_state, jax.tree.map(self._reduce_aux, aux, rows)
 
     def _reduce_aux(self, x: Array, has_rows: bool) -> Array:
         """Reduce a leaf of `aux` over devices by the rule for microbatches."""
@@ -377,9 +481,9 @@ class KFAC:
         func_args: Sequence[PyTree],
     ) -> ProposedUpdate:
         """Return the update, from the preconditioned gradient and the last update."""
-        rate, momentum, damping = hyperparameters
+        rate, momentum, damping, precon_damping = hyperparameters
         dtype = damping.dtype
-        direction = self.preconditioner.apply(state.estimator_state, gradient, damping)
+        direction = self.preconditioner.apply(state.estimator_state, gradient, precon_damping)
         squared = inner(gradient, direction).astype(dtype)
         if self.config.norm_constraint is not None and rate is not None:
             limit = jnp.asarray(self.config.norm_constraint, dtype)
@@ -403,13 +507,16 @@ class KFAC:
         proposed: ProposedUpdate,
         damping: Array,
         func_args: Sequence[PyTree],
+        is_due: Array | bool,
     ) -> Outcome:
-        """Return the effect of an update, as far as this step needs it."""
+        """Return the effect of an update, as far as this step needs it.
+
+        `is_due` says whether the step adapts the damping.
+        """
         config, dtype = self.config, damping.dtype
         unknown = jnp.full((), jnp.nan, dtype)
         is_adaptive = config.use_adaptive_damping
-        is_due = is_damping_due(config, state.step_counter) if is_adaptive else False
-        change = unknown
+        change, has_change = unknown, proposed.model is not None or is_due
         if proposed.model is not None:
             change = self._predicted_change(proposed.model, proposed, damping)
         elif is_adaptive:
@@ -422,7 +529,7 @@ class KFAC:
                 return self._predicted_change(model, proposed, damping)
 
             change = lax.cond(is_due, predict, lambda _: unknown, None)
-        new_loss = unknown
+        new_loss, has_new_loss = unknown, config.use_step_rejection or is_due
         if config.needs_loss:
 
             def loss_after(_: None) -> Array:
@@ -430,9 +537,9 @@ class KFAC:
                 params = linear_combination([jnp.ones((), dtype)] * 2, [params, proposed.update])
                 return self.loss((params, *rest)).astype(dtype)
 
-            is_needed = True if config.use_step_rejection else is_due
-            new_loss = lax.cond(is_needed, loss_after, lambda _: unknown, None)
-        return Outcome(new_loss, change, (new_loss - evaluation.loss.astype(dtype)) / change)
+            new_loss = lax.cond(has_new_loss, loss_after, lambda _: unknown, None)
+        rho = (new_loss - evaluation.loss.astype(dtype)) / change
+        return Outcome(new_loss, change, rho, has_new_loss, has_change)
 
     def _predicted_change(
         self, model: QuadraticModel, proposed: ProposedUpdate, damping: Array
@@ -473,7 +580,7 @@ class KFAC:
         if damping is None:
             damping_factor = next_factor(config, damping_factor, is_taken)
         else:
-            new_loss, change, _ = outcome
+            new_loss, change = outcome.new_loss, outcome.quad_model_change
             damping = next_damping(
                 config, damping, state.step_counter, is_taken, loss, new_loss, change
             )
@@ -501,6 +608,8 @@ class KFAC:
         func_args: Sequence[PyTree],
         batch_size: Array,
     ) -> Stats:
+        invalid = jnp.asarray(self.statistics.invalid_value, damping.dtype)
+        has_loss, has_change = outcome.has_new_loss, outcome.has_change
         stats: Stats = {
             "step": after.step_counter - 1,
             "batch_size": batch_size,
@@ -509,9 +618,9 @@ class KFAC:
             "learning_rate": -proposed.coefficients[0],
             "momentum": proposed.coefficients[1],
             "damping": damping,
-            "rho": outcome.rho,
-            "new_loss": outcome.new_loss,
-            "quad_model_change": outcome.quad_model_change,
+            "rho": jnp.where(has_loss & has_change, outcome.rho, invalid),
+            "new_loss": jnp.where(has_loss, outcome.new_loss, invalid),
+            "quad_model_change": jnp.where(has_change, outcome.quad_model_change, invalid),
             "scaled_grad_norm_sq": proposed.scaled_norm,
             "skipped": after.skipped,
         }
@@ -536,9 +645,27 @@ class KFAC:
         return stats
 
 
+def scheduled(schedule: Schedule, state: OptimizerState) -> ArrayLike:
+    """Return the value of a schedule at the next step.
+
+    A schedule may have a second argument, called `data_seen`: the number of examples so far.
+    """
+    try:
+        takes_data_seen = "data_seen" in inspect.signature(schedule).parameters
+    except (TypeError, ValueError):  # Some callables have no signature.
+        takes_data_seen = False
+    named = {"data_seen": state.data_seen} if takes_data_seen else {}
+    return schedule(state.step_counter, **named)
+
+
 def burnin_key(rng: Array, index: int | Array) -> Array:
-    """Return the random key of a burn-in update of this index, from that of the first step."""
-    return jax.random.fold_in(jax.random.fold_in(rng, 1), index)
+    """Return the random key of a burn-in update of this index, from that of the first step.
+
+    Of several keys along a leading axis, return as many.
+    """
+    fold = lambda key: jax.random.fold_in(jax.random.fold_in(key, 1), index)
+    is_single = jnp.ndim(rng) == (0 if _jax.is_key(jnp.asarray(rng)) else 1)
+    return fold(rng) if is_single else jax.vmap(fold)(rng)
 
 
 def _model(curvature: Array, vectors: Sequence[PyTree], gradient: PyTree) -> QuadraticModel:

@@ -17,6 +17,7 @@ state with a cache made of their results. States are replaced, never mutated.
 """
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from curvax._cpu import all_finite
 from curvax._types import Array, Float, PyTree
 from curvax.curvature.blocks.data import EstimationData, data_of_uses, sums_of_data
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.curvature.linalg.tasks import MatrixTask, run_matrix_tasks
 from curvax.layers.detection.layers import Layer
 from curvax.layers.detection.tagging import use_of_equation
@@ -99,12 +101,13 @@ class TagEquation(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LayerEquation:
-    """A layer: its uses, the equation of its first tag, and the dtypes of its parameters."""
+    """A layer: its uses, the equation of its first tag, the dtypes of its parameters, its name."""
 
     tag_name: str
     uses: tuple[LayerUse, ...]
     dtypes: tuple[jnp.dtype, ...]
     equation: TagEquation
+    name: str = ""
 
     @classmethod
     def of(cls, equation: TagEquation) -> "LayerEquation":
@@ -306,8 +309,17 @@ class CurvatureBlock(abc.ABC):
         cls.has_own_cache = cls.update_cache is not base.update_cache
 
     def __init__(self, layer_tag_eq: TagEquation, name: str) -> None:
-        self._equation = LayerEquation.of(layer_tag_eq)
-        self.name = name
+        self._layer_tag_eq = layer_tag_eq
+        self._name = name
+
+    @functools.cached_property
+    def _equation(self) -> LayerEquation:
+        return LayerEquation.of(self._layer_tag_eq)
+
+    @property
+    def name(self) -> str:
+        """The name of the block, for error messages."""
+        return self._name
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.parameters_shapes})"
@@ -668,6 +680,50 @@ class CurvatureBlock(abc.ABC):
         update = (ema_old, ema_new, batch_size, pmap_axis_name)
         return self.update_averages(state, self.terms(sums, uses, state), uses, *update)
 
+    def update_from_data(
+        self,
+        state: BlockState,
+        estimation_data: EstimationData,
+        ema_old: ArrayLike,
+        ema_new: ArrayLike,
+        identity_weight: ArrayLike,
+        batch_size: ArrayLike,
+        pmap_axis_name: str | None,
+    ) -> BlockState:
+        """Call `update_curvature_matrix_estimate`, which users may override.
+
+        `identity_weight` is the damping; it is for blocks of another signature.
+        """
+        del identity_weight
+        return self.update_curvature_matrix_estimate(
+            state, estimation_data, ema_old, ema_new, batch_size, pmap_axis_name
+        )
+
+    @property
+    def uses_gradient_only(self) -> bool:
+        """Whether the estimate depends on the gradient of the batch alone."""
+        return self.sums_batch
+
+    def update_from_gradient(
+        self,
+        state: BlockState,
+        estimation_data: EstimationData,
+        ema_old: ArrayLike,
+        ema_new: ArrayLike,
+        identity_weight: ArrayLike,
+        batch_size: ArrayLike,
+        pmap_axis_name: str | None,
+    ) -> BlockState:
+        """Update the estimate from the gradient of the batch, for blocks that need no more.
+
+        `estimation_data` has "params" and, under "params_tangents", their gradient.
+        """
+        del identity_weight
+        sums = Sums(of_cotangents=list(estimation_data["params_tangents"]))
+        terms = self.terms(sums, self.uses, state)
+        update = (ema_old, ema_new, batch_size, pmap_axis_name)
+        return self.update_averages(state, terms, self.uses, *update)
+
     def update_averages(
         self,
         state: BlockState,
@@ -766,6 +822,29 @@ class CurvatureBlock(abc.ABC):
     @abc.abstractmethod
     def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         """Compute `eigenvalues` without the scale."""
+
+    def norm(self, state: BlockState, norm_type: str) -> Array:
+        """Return a norm of the matrix.
+
+        Arguments:
+            state: State of the block.
+            norm_type: "avg_diag", the mean of the diagonal; "2_norm", the largest eigenvalue;
+                "1_norm", the largest sum of absolute values in a column; or "avg_fro", the
+                Frobenius norm divided by the square root of the size.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ValueError: If there is no norm of this name.
+        """
+        return jnp.abs(self.scale(state, False)) * self._norm(state, norm_type)
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        """Compute `norm` without the scale."""
+        scale = jnp.asarray(self.scale(state, False))
+        matrix = self.to_dense_matrix(state)
+        return psd_norm(matrix / scale.astype(matrix.dtype), norm_type)
 
     def to_dense_matrix(self, state: BlockState) -> Float[Array, "n n"]:
         """Return the matrix, with rows and columns in the order of `ravel_pytree`."""

@@ -41,7 +41,10 @@ Shapes: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ..
 class Block(Protocol):
     """A `CurvatureBlock`, as far as this module reads it."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name of the block."""
+        ...
 
     @property
     def uses(self) -> tuple[LayerUse, ...]:

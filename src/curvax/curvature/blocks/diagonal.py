@@ -23,6 +23,7 @@ from curvax.curvature.blocks.example_gradients import (
     gradient_terms,
 )
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
@@ -120,6 +121,9 @@ class Diagonal(ExampleGradientBlock):
         if use_cached:
             return self._cached(state, "eigenvalues")
         return self.flattened(_diagonals(state))
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        return psd_norm(self.flattened(_diagonals(state)), norm_type)
 
 
 class DenseDiagonal(Diagonal):

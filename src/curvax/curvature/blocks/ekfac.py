@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array, PyTree
-from curvax.curvature.blocks.base import BlockState, MatrixPower, Refresh, Statistics
+from curvax.curvature.blocks.base import (
+    BlockState,
+    CurvatureBlock,
+    MatrixPower,
+    Refresh,
+    Statistics,
+)
 from curvax.curvature.blocks.example_gradients import (
     Quadratic,
     gradient_statistics,
@@ -131,6 +137,9 @@ class _EigenvalueCorrected(TwoKroneckerFactored):
         if use_cached:
             return self._cached(state, "eigenvalues")
         return _state(state).eigenvalues.value.reshape(-1)
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        return CurvatureBlock._norm(self, state, norm_type)  # Not that of the Kronecker product.
 
 
 def _state(state: BlockState | None) -> _EigenvalueCorrected.State:

@@ -26,6 +26,7 @@ from curvax.curvature.blocks.example_gradients import (
 )
 from curvax.curvature.blocks.settings import get_default_eigen_decomposition_threshold
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.curvature.linalg.psd import (
     clamp_eigenvalues,
     diagonal,
@@ -241,6 +242,9 @@ class Full(ExampleGradientBlock):
         if use_cached:
             return self._cached(state, "eigenvalues")
         return psd_eigh(_matrix(state))[0]
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        return psd_norm(_matrix(state), norm_type)
 
 
 class DenseFull(Full):

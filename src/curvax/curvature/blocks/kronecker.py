@@ -46,6 +46,7 @@ from curvax.curvature.blocks.base import (
 )
 from curvax.curvature.linalg.kronecker import DenseSide, DiagonalSide, Kronecker, Side
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage
+from curvax.curvature.linalg.norms import kronecker_norm
 from curvax.curvature.linalg.psd import per_matrix
 from curvax.curvature.linalg.tasks import run_matrix_tasks
 from curvax.curvature.patches.geometry import ConvGeometry
@@ -505,6 +506,9 @@ class TwoKroneckerFactored(CurvatureBlock):
             return self._cached(state, "eigenvalues")
         eigen = self._kronecker.eigen(*self._values(state))
         return self._kronecker.eigenvalues(eigen).reshape(-1)
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        return kronecker_norm(self._values(state), self._kronecker.inputs.stack, norm_type)
 
     def _values(self, state: BlockState) -> tuple[Array, Array]:
         inputs, outputs = _factors(state)

@@ -15,6 +15,7 @@ from curvax.curvature.blocks.base import (
     Statistics,
     TagEquation,
 )
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse
 
@@ -58,6 +59,10 @@ class ScaledIdentity(CurvatureBlock):
     def fixed_scale(self) -> ArrayLike:
         return self._scale
 
+    @property
+    def uses_gradient_only(self) -> bool:
+        return True
+
     def statistics(
         self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
     ) -> Statistics:
@@ -88,3 +93,7 @@ class ScaledIdentity(CurvatureBlock):
     def _eigenvalues(self, state: BlockState, use_cached: bool) -> Array:
         del state, use_cached
         return jnp.ones((self.dim,), self.dtype)
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        del state
+        return psd_norm(jnp.ones((), self.dtype), norm_type)

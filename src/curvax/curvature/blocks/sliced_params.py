@@ -28,6 +28,7 @@ from curvax.curvature.blocks.base import (
     TagEquation,
 )
 from curvax.curvature.blocks.diagonal import ScaleAndShiftDiagonal
+from curvax.curvature.linalg.norms import norm_of_blocks
 from curvax.curvature.linalg.psd import spectral_power
 from curvax.layers.tracing.statistics import Sums
 from curvax.layers.use import LayerUse, Slice
@@ -177,6 +178,15 @@ class SlicedParams(CurvatureBlock):
         values = [part.eigenvalues(part_state, use_cached) for part, part_state in pairs]
         missing = self.dim - sum(part.dim for part in self.parts)
         return jnp.concatenate([*values, jnp.zeros((missing,), self.dtype)])
+
+    def _norm(self, state: BlockState, norm_type: str) -> Array:
+        pairs = zip(self.parts, _states(state), strict=True)
+        norms = [part.norm(part_state, norm_type) for part, part_state in pairs]
+        sizes = [part.dim for part in self.parts]
+        outside = [self.dim - sum(sizes)]  # Elements outside all slices have no curvature.
+        zero = jnp.zeros((), self.dtype)
+        norms = jnp.stack([*norms, zero]).astype(self.dtype)
+        return norm_of_blocks(norms, jnp.asarray([*sizes, *outside], self.dtype), norm_type)
 
     def _equation_of(self, cuts: tuple[tuple[Slice, ...], ...]) -> LayerEquation:
         uses = [use.of_part() for use in self._equation.uses if use.cuts == cuts]

@@ -169,11 +169,11 @@ class WeightedMovingAverage:
             total = old * old_weight + jnp.asarray(new).astype(old.dtype) * weight
             return jnp.where(is_finite, total, old)
 
-        return WeightedMovingAverage(
-            averaged(self.weight, jnp.ones((), self.weight.dtype)),
-            jax.tree.map(averaged, self.raw_value, value),
-            self.refused + jnp.where(is_finite, 0, 1).astype(self.refused.dtype),
-        )
+        new = self.copy()  # Of the same class, which may be a subclass.
+        new.weight = averaged(self.weight, jnp.ones((), self.weight.dtype))
+        new.raw_value = jax.tree.map(averaged, self.raw_value, value)
+        new.refused = self.refused + jnp.where(is_finite, 0, 1).astype(self.refused.dtype)
+        return new
 
     def sync(self, pmap_axis_name: str | None) -> "WeightedMovingAverage":
         """Average over the devices of a mapped axis, in place.

@@ -8,12 +8,14 @@ Grosse 2015, *Optimizing Neural Networks with Kronecker-factored Approximate Cur
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from curvax.curvature.linalg.norms import psd_norm
 from curvax.curvature.linalg.psd import psd_eigh, psd_power
 from curvax.kfac_jax.utils.types import Array, Numeric, PyTree
 
@@ -118,21 +120,7 @@ def psd_matrix_norm(
         rng_key: Accepted for compatibility.
     """
     del method_2norm, rng_key
-    matrix = jnp.asarray(matrix)
-    is_dense = matrix.ndim == 2
-    if norm_type == "avg_diag":
-        return jnp.mean(jnp.diagonal(matrix) if is_dense else matrix)
-    if norm_type == "1_norm":
-        return jnp.max(jnp.sum(jnp.abs(matrix), axis=0) if is_dense else jnp.abs(matrix))
-    if norm_type == "2_norm":
-        return jnp.linalg.eigvalsh(matrix)[-1] if is_dense else jnp.max(matrix)
-    if norm_type == "avg_fro":
-        size = matrix.shape[0] if matrix.ndim else 1
-        return jnp.linalg.norm(jnp.ravel(matrix)) / math.sqrt(size)
-    raise ValueError(
-        f"Unrecognized norm type: {norm_type!r}. "
-        f"Known are 'avg_diag', '1_norm', '2_norm' and 'avg_fro'."
-    )
+    return psd_norm(matrix, norm_type)
 
 
 def pi_adjusted_kronecker_factors(*factors: Array, damping: Numeric) -> tuple[Array, ...]:
@@ -288,30 +276,19 @@ def block_permuted(matrix: Array, block_sizes: Sequence[int], block_order: Seque
 
 
 def rearrange(x: Array, spec: str) -> Array:
-    """Permute, split off or merge axes by a pattern such as `"a b -> (b a)"`.
+    """Permute, split off or merge axes by a pattern such as `"ab -> (ba)"`.
 
-    Names in parentheses on the right are merged. Only patterns in which each axis of `x` has one
-    name on the left are supported; einops has more.
+    Each axis of `x` has one letter on the left. Letters in parentheses on the right are merged; an
+    empty pair is an axis of size one. Spaces do not matter. einops has more.
     """
-    left, right = (side.strip() for side in spec.split("->"))
-    names = left.split()
-    if "(" in left or len(names) != x.ndim:
+    left, right = (side.replace(" ", "") for side in spec.split("->"))
+    if (not left.isalpha() and left) or len(set(left)) != len(left) or len(left) != x.ndim:
         raise NotImplementedError(
             f"curvax.kfac_jax.utils.rearrange: {spec!r} must name each of the {x.ndim} axes of the "
-            f"array on the left. Use einops.rearrange for other patterns."
+            f"array by one letter on the left. Use einops.rearrange for other patterns."
         )
-    sizes = dict(zip(names, x.shape, strict=True))
-    groups: list[list[str]] = []
-    depth = 0
-    for token in right.replace("(", " ( ").replace(")", " ) ").split():
-        if token == "(":
-            groups.append([])
-            depth = 1
-        elif token == ")":
-            depth = 0
-        elif depth:
-            groups[-1].append(token)
-        else:
-            groups.append([token])
-    order = [names.index(name) for group in groups for name in group]
-    return x.transpose(order).reshape([math.prod(sizes[n] for n in group) for group in groups])
+    sizes = dict(zip(left, x.shape, strict=True))
+    groups = re.findall(r"\(\w*\)|\w", right)
+    merged = [math.prod(sizes[name] for name in group.strip("()")) for group in groups]
+    order = [left.index(name) for group in groups for name in group.strip("()")]
+    return x.transpose(order).reshape(merged)

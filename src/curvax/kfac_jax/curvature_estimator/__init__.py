@@ -1,0 +1,34 @@
+"""kfac_jax's `curvature_estimator`: estimates of curvature matrices, and exact products."""
+
+from typing import Any
+
+from curvax.kfac_jax.curvature_estimator.block_diagonal import (
+    BlockDiagonalCurvature as BlockDiagonalCurvature,
+)
+from curvax.kfac_jax.curvature_estimator.defaults import (
+    get_default_tag_to_block_ctor as get_default_tag_to_block_ctor,
+    set_default_tag_to_block_ctor as set_default_tag_to_block_ctor,
+    set_multi_default_tag_to_block_ctor as set_multi_default_tag_to_block_ctor,
+)
+from curvax.kfac_jax.curvature_estimator.estimator import (
+    CurvatureEstimator as CurvatureEstimator,
+    StateType as StateType,
+)
+from curvax.kfac_jax.curvature_estimator.explicit import (
+    ExplicitExactCurvature as ExplicitExactCurvature,
+)
+from curvax.kfac_jax.curvature_estimator.implicit import (
+    ImplicitExactCurvature as ImplicitExactCurvature,
+)
+from curvax.losses.loss_function import LossFunction as LossFunction
+
+_IN_OPTAX = ("OptaxPreconditioner", "OptaxPreconditionState")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs optax and the optimizer, which use this module, on first use."""
+    if name not in _IN_OPTAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from curvax.kfac_jax import optax_preconditioner
+
+    return getattr(optax_preconditioner, name)
