@@ -20,7 +20,7 @@ from curvax.kfac_jax.curvature_estimator.explicit import (
 from curvax.kfac_jax.curvature_estimator.implicit import (
     ImplicitExactCurvature as ImplicitExactCurvature,
 )
-from curvax.losses.loss_function import LossFunction as LossFunction
+from curvax.kfac_jax.loss_functions import LossFunction as LossFunction
 
 _IN_OPTAX = ("OptaxPreconditioner", "OptaxPreconditionState")
 
