@@ -161,9 +161,9 @@ def _measure_what_users_have():
     from curvax import _jax
     from helpers import BUFFERS_OF_USERS
 
-    account = _jax.true_account
+    account = _jax.exact_memory_options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_jax, "true_account", lambda name: account(name) | BUFFERS_OF_USERS)
+        patch.setattr(_jax, "exact_memory_options", lambda name: account(name) | BUFFERS_OF_USERS)
         yield
 
 
