@@ -1,4 +1,4 @@
-"""`memory_usage` tells what the compiler tells, and what a process then really takes."""
+"""`memory_usage` reports what the compiler does, and what a process then really allocates."""
 
 import subprocess
 import sys
