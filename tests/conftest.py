@@ -45,11 +45,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 pytest.register_assert_rewrite("helpers")
 
-# Programs run once and on a few numbers, so it is compiling that takes time.
-COMPILED_QUICKLY = "--xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):  # Later versions have no other way to compile fusions.
-    COMPILED_QUICKLY += " --xla_cpu_use_fusion_emitters=false"
-
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 # The number of programs that were compiled, and seconds: of compiling, and of running tests.
 SPENT = {"programs": 0, "compiling": 0.0, "running": 0.0}
@@ -62,6 +57,8 @@ def is_thorough(config):
 
 def pytest_configure(config):
     """Compile in a third of the time; or, if all tests are wanted, as programs are for users."""
+    from helpers import COMPILED_QUICKLY
+
     flags = os.environ.get("XLA_FLAGS", "")
     if not is_thorough(config) and COMPILED_QUICKLY not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {COMPILED_QUICKLY}"
@@ -100,11 +97,17 @@ def pytest_testnodedown(node, error):
 def pytest_xdist_make_scheduler(config, log):
     """Leave the tests of a module to one process, so that what they share is compiled once.
 
-    Groups alone do not: xdist 3.8 writes them into names that pytest 9.2 does not read.
+    Groups alone do not: xdist 3.8 writes them into names that pytest 9.2 does not read. The tests
+    of the documentation share nothing and start processes: whichever worker is free has the next.
     """
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            module = super()._split_scope(nodeid)
+            return nodeid if module.endswith("test_documentation.py") else module
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture
