@@ -9,13 +9,32 @@ the first. Only tests of several processes, of environments and of imports start
 
 import os
 import time
+import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
-import jaxtyping
 import pytest
+from beartype import BeartypeConf, BeartypeDecorPlace
+from beartype.claw import beartype_package
+
+
+class WrongType(UserWarning):
+    """A value that is not of the annotated type: an error, except in tests of wrong types."""
+
+
+# Each array is checked by itself. jaxtyping's own hook would also compare the sizes of one call's
+# arrays, which made the suite take a third more time.
+beartype_package(
+    "curvax",
+    conf=BeartypeConf(
+        violation_type=WrongType,
+        claw_is_pep526=False,
+        claw_decor_place_func=BeartypeDecorPlace.FIRST,
+        claw_decor_place_type=BeartypeDecorPlace.FIRST,
+    ),
+)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -113,9 +132,9 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture
 def unchecked():
     """No run-time checks of annotations: what a user meets who passes a wrong type."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WrongType)
+        yield
 
 
 @pytest.fixture
