@@ -170,7 +170,7 @@ class Side:
 
             lowered["kfac"] = self.made["kfac"].lowered()
             # Makes the memory analysis exact; the older JAX of kfac-jax does not need it.
-            options = _jax.true_account("cpu")
+            options = _jax.exact_memory_options("cpu")
         return {
             name: program.compile(options).memory_analysis().temp_size_in_bytes
             for name, program in lowered.items()

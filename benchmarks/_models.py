@@ -48,7 +48,7 @@ def resnet(library: Any, small: bool) -> Model:
     for before, width in zip([widths[0], *widths[:-1]], widths, strict=True):
         first = {"one": kernel(draw, 3, before, width), "two": kernel(draw, 3, width, width)}
         if before != width:
-            first["beside"] = kernel(draw, 1, before, width)
+            first["shortcut"] = kernel(draw, 1, before, width)
         last = {"one": kernel(draw, 3, width, width), "two": kernel(draw, 3, width, width)}
         stages.append([first, last])
     stem, head = kernel(draw, 3, 3, widths[0]), dense(draw, widths[-1], 10)
@@ -65,9 +65,9 @@ def resnet(library: Any, small: bool) -> Model:
         return y + p["bias"]
 
     def block(p: Any, x: Any) -> Any:
-        stride = 2 if "beside" in p else 1
+        stride = 2 if "shortcut" in p else 1
         y = conv(p["two"], jax.nn.relu(conv(p["one"], x, stride)))
-        return jax.nn.relu(y + (conv(p["beside"], x, stride) if "beside" in p else x))
+        return jax.nn.relu(y + (conv(p["shortcut"], x, stride) if "shortcut" in p else x))
 
     def loss(params: Any, batch: Any) -> Any:
         images, classes = batch

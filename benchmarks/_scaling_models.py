@@ -116,7 +116,7 @@ def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Mode
         y = jax.nn.relu(conv(p["one"], x, 1))
         y = jax.nn.relu(conv(p["two"], y, stride))
         return jax.nn.relu(
-            conv(p["three"], y, 1) + (conv(p["beside"], x, stride) if "beside" in p else x)
+            conv(p["three"], y, 1) + (conv(p["shortcut"], x, stride) if "shortcut" in p else x)
         )
 
     def loss(params: Any, batch: Any) -> Any:
@@ -129,7 +129,7 @@ def resnet(stages: tuple[int, ...], width: int, size: int, classes: int) -> Mode
         return cross_entropy(jnp.mean(x, axis=(1, 2)) @ p["weight"] + p["bias"], labels)
 
     # The shifts of both branches of a block have the same gradient.
-    repeated = [p["beside"]["shift"] for p in blocks if "beside" in p]
+    repeated = [p["shortcut"]["shift"] for p in blocks if "shortcut" in p]
     # Both branches of the first block have the same inputs.
     inputs = [array(width, width)]
     return Model(loss, params, (array(size, size, 3), array(dtype=jnp.int32)), repeated, inputs)
@@ -147,7 +147,7 @@ def _bottleneck(before: int, inner: int, is_first: bool) -> Any:
         "two": _normalised(3, inner, inner),
         "three": _normalised(1, inner, 4 * inner),
     }
-    return block | ({"beside": _normalised(1, before, 4 * inner)} if is_first else {})
+    return block | ({"shortcut": _normalised(1, before, 4 * inner)} if is_first else {})
 
 
 def _normalised(size: int, inputs: int, outputs: int) -> Any:

@@ -53,7 +53,7 @@ class Problem(NamedTuple):
     options: dict[str, Any]
 
 
-def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
+def _random(*shapes: tuple[int, ...]) -> list[jax.Array]:
     """Return normal random weights, scaled by the square root of their fan-in."""
     random = np.random.default_rng(0)
     fan = lambda shape: np.prod(shape[:-1]) ** 0.5 if len(shape) != 3 else shape[1] ** 0.5
@@ -79,7 +79,7 @@ def convolutional() -> Problem:
     """Return two convolutions and a dense layer, on digits, in batches."""
     data = load_digits()
     images, labels = np.float32(data.images[..., None] / 16), np.int32(data.target)
-    first, second, dense = _drawn((3, 3, 1, 16), (3, 3, 16, 16), (64, 10))
+    first, second, dense = _random((3, 3, 1, 16), (3, 3, 16, 16), (64, 10))
     params = {"first": first, "second": second, "dense": dense, "bias": jnp.zeros(10)}
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -98,7 +98,7 @@ def diabetes() -> Problem:
     data, weight = load_diabetes(), 1e-3
     scaled = lambda a: np.float32((a - a.mean(0)) / a.std(0))
     batch = jnp.asarray(scaled(data.data)), jnp.asarray(scaled(data.target[:, None]))
-    one, two = _drawn((10, 20), (20, 1))
+    one, two = _random((10, 20), (20, 1))
     params = {"one": one, "b": jnp.zeros(20), "two": two}
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -143,7 +143,7 @@ def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
     """Return attention and dense layers, by a scan over stacked weights."""
     _, count = text()
     shapes = [(depth, width, width)] * 4 + [(depth, width, 2 * width), (depth, 2 * width, width)]
-    *layers, head, table, place = _drawn(*shapes, (width, count), (count, width), (span, width))
+    *layers, head, table, place = _random(*shapes, (width, count), (count, width), (span, width))
     names = ("q", "k", "v", "o", "up", "down")
     stack = dict(zip(names, layers, strict=True)) | {"scale": jnp.ones((depth, width))}
     params = {"stack": stack, "head": head, "table": table, "place": place}
@@ -167,7 +167,7 @@ def transformer(width: int = 32, depth: int = 2, span: int = 24) -> Problem:
 def lstm(width: int = 32, span: int = 24) -> Problem:
     """Return a recurrent network, by a scan over time."""
     _, count = text()
-    x, h, head, table = _drawn(
+    x, h, head, table = _random(
         (width, 4 * width), (width, 4 * width), (width, count), (count, width)
     )
     params = {"x": x, "h": h, "b": jnp.zeros(4 * width), "head": head, "table": table}
@@ -193,7 +193,7 @@ def poisson(width: int = 24) -> Problem:
     inside = jnp.asarray(random.uniform(size=(400, 2)), jnp.float32)
     along, ends = random.uniform(size=400), random.integers(0, 2, 400)
     edges = np.where(np.arange(400)[:, None] % 2, np.c_[along, ends], np.c_[ends, along])
-    one, two, three = _drawn((2, width), (width, width), (width, 1))
+    one, two, three = _random((2, width), (width, width), (width, 1))
     params = {"one": one, "b": jnp.zeros(width), "two": two, "c": jnp.zeros(width), "out": three}
 
     def network(params: Any, point: jax.Array) -> jax.Array:

@@ -60,9 +60,9 @@ def execute_markdown(name: str) -> str:
 
 
 def execute_doctests(name: str) -> str:
-    """Run the doctests of a package and all its modules; return the number of examples."""
+    """Run the doctests of a module, or of a package and its modules; return their number."""
     package = importlib.import_module(name)
-    found = pkgutil.walk_packages(package.__path__, name + ".")
+    found = pkgutil.walk_packages(getattr(package, "__path__", []), name + ".")
     modules = [package, *(importlib.import_module(module.name) for module in found)]
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     results = [doctest.testmod(module, optionflags=flags) for module in modules]
@@ -74,7 +74,7 @@ def execute_doctests(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kind", choices=["markdown", "doctests"])
-    parser.add_argument("name", help="a markdown file, or a package")
+    parser.add_argument("name", help="a markdown file, or a module")
     arguments = parser.parse_args()
     execute = {"markdown": execute_markdown, "doctests": execute_doctests}[arguments.kind]
     print(execute(arguments.name))

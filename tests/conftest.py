@@ -9,13 +9,32 @@ the first. Only tests of several processes, of environments and of imports start
 
 import os
 import time
+import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
-import jaxtyping
 import pytest
+from beartype import BeartypeConf, BeartypeDecorPlace
+from beartype.claw import beartype_package
+
+
+class WrongType(UserWarning):
+    """A value that is not of the annotated type: an error, except in tests of wrong types."""
+
+
+# Each array is checked by itself. jaxtyping's own hook would also compare the sizes of one call's
+# arrays, which made the suite take a third more time.
+beartype_package(
+    "curvax",
+    conf=BeartypeConf(
+        violation_type=WrongType,
+        claw_is_pep526=False,
+        claw_decor_place_func=BeartypeDecorPlace.FIRST,
+        claw_decor_place_type=BeartypeDecorPlace.FIRST,
+    ),
+)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -45,11 +64,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 pytest.register_assert_rewrite("helpers")
 
-# Programs run once and on a few numbers, so it is compiling that takes time.
-COMPILED_QUICKLY = "--xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):  # Later versions have no other way to compile fusions.
-    COMPILED_QUICKLY += " --xla_cpu_use_fusion_emitters=false"
-
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 # The number of programs that were compiled, and seconds: of compiling, and of running tests.
 SPENT = {"programs": 0, "compiling": 0.0, "running": 0.0}
@@ -62,6 +76,8 @@ def is_thorough(config):
 
 def pytest_configure(config):
     """Compile in a third of the time; or, if all tests are wanted, as programs are for users."""
+    from helpers import COMPILED_QUICKLY
+
     flags = os.environ.get("XLA_FLAGS", "")
     if not is_thorough(config) and COMPILED_QUICKLY not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {COMPILED_QUICKLY}"
@@ -100,19 +116,25 @@ def pytest_testnodedown(node, error):
 def pytest_xdist_make_scheduler(config, log):
     """Leave the tests of a module to one process, so that what they share is compiled once.
 
-    Groups alone do not: xdist 3.8 writes them into names that pytest 9.2 does not read.
+    Groups alone do not: xdist 3.8 writes them into names that pytest 9.2 does not read. The tests
+    of the documentation share nothing and start processes: whichever worker is free has the next.
     """
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            module = super()._split_scope(nodeid)
+            return nodeid if module.endswith("test_documentation.py") else module
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture
 def unchecked():
     """No run-time checks of annotations: what a user meets who passes a wrong type."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WrongType)
+        yield
 
 
 @pytest.fixture
@@ -161,9 +183,9 @@ def _measure_what_users_have():
     from curvax import _jax
     from helpers import BUFFERS_OF_USERS
 
-    account = _jax.true_account
+    account = _jax.exact_memory_options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_jax, "true_account", lambda name: account(name) | BUFFERS_OF_USERS)
+        patch.setattr(_jax, "exact_memory_options", lambda name: account(name) | BUFFERS_OF_USERS)
         yield
 
 

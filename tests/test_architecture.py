@@ -1,7 +1,7 @@
 """The architecture of `src/curvax`, read from the source.
 
 A folder is an entry of the documentation's navigation, a file a noun that a user would search for.
-`MAY_USE` says which packages a package may import from; nothing points back up. The foundation, a
+`MAY_USE` says which packages a package may import from; nothing points back up. The base, a
 few modules next to the packages, is open to all of them. Modules are imported from where they are
 defined: the `__init__.py` of a package is its docstring, and only `curvax` itself re-exports names.
 """
@@ -21,7 +21,7 @@ import curvax
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvax"
 
-FOUNDATION = {
+BASE = {
     "_types": set(),
     "_errors": set(),
     "_reports": set(),
@@ -52,9 +52,9 @@ SUBPACKAGES = {
 # The public API may use everything; nothing may use the public API.
 ROOT = "__init__"
 MAY_USE = (
-    FOUNDATION
-    | {package: uses | FOUNDATION.keys() for package, uses in PACKAGES.items()}
-    | {ROOT: FOUNDATION.keys() | PACKAGES.keys()}
+    BASE
+    | {package: uses | BASE.keys() for package, uses in PACKAGES.items()}
+    | {ROOT: BASE.keys() | PACKAGES.keys()}
 )
 
 # What moves from one JAX release to the next, and the one package that may know about it.

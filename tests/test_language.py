@@ -16,6 +16,12 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+OTHERS = [
+    path
+    for folder in ("tests", "examples", "benchmarks", "scripts")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != Path(__file__)
+]
 
 # Old words, as regular expressions, and what to write instead. Only words that are never right are
 # here; the glossary has more. A space matches any white space, also across lines of a comment.
@@ -71,6 +77,10 @@ def test_old_words_are_gone_from_the_source():
 
 def test_old_words_are_gone_from_the_documentation():
     assert [line for path in PAGES for line in old_words(path)] == []
+
+
+def test_old_words_are_gone_from_tests_examples_and_benchmarks():
+    assert [line for path in OTHERS for line in old_words(path)] == []
 
 
 @pytest.mark.parametrize(

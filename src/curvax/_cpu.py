@@ -129,7 +129,7 @@ SMALLEST_TILE = 96
 MOST_UNROLLED = 4
 """Number of rows of tiles up to which the steps are unrolled."""
 
-MULTIPLY, ACCUMULATE, ROOT, MIRROR = range(4)
+MULTIPLY, ACCUMULATE, INVERSE_ROOT, MIRROR = range(4)
 """What a step computes from two tiles x and y: `x @ y`, `keep * old + sign * x @ y.T`, the
 `inverse_root` of x, or `x.T`."""
 
@@ -200,7 +200,7 @@ def _unrolled(matrix: Array) -> Array:
     tiles |= {(i, j): _tile(matrix, edges[i], edges[j], width=width) for i, j in lower}
     for kind, keep, sign, *positions in _steps(count):
         target, x, y = (tuple(positions[k : k + 2]) for k in (0, 2, 4))
-        if kind == ROOT:
+        if kind == INVERSE_ROOT:
             tiles[target] = inverse_root(tiles[x])
         elif kind == MULTIPLY:
             tiles[target] = tiles[x] @ tiles[y]
@@ -268,18 +268,19 @@ def _indices(matrix: Array, row: Array, column: Array) -> list[Array]:
 
 def _steps(count: int) -> list[Step]:
     """Return the steps that invert `count` by `count` tiles in place, in the lower triangle."""
-    return [*_root_steps(count), *_product_steps(count)]
+    return [*_inverse_root_steps(count), *_product_steps(count)]
 
 
-def _root_steps(count: int) -> Iterator[Step]:
-    """Yield the steps that compute the root of a matrix.
+def _inverse_root_steps(count: int) -> Iterator[Step]:
+    """Yield the steps that compute the `inverse_root` of `count` by `count` tiles in place.
 
-    The lower triangle becomes that of the Cholesky factor, except that diagonal tiles become those
-    of the root. The upper triangle becomes the rest of the root, by
-    `root[j, k] = -sum(root[j, m] @ factor[k, m].T for m in range(j, k)) @ root[k, k]`.
+    A step is `(kind, keep, sign, target, x, y)`, as `Step` describes. The lower triangle becomes
+    the Cholesky factor L, but diagonal tiles become those of the inverse root. The upper triangle
+    becomes the rest of the inverse root, by
+    `root[j, k] = -sum(root[j, m] @ L[k, m].T for m in range(j, k)) @ root[k, k]`.
     """
     for k in range(count):
-        yield ROOT, 0, 1, *(k, k) * 3
+        yield INVERSE_ROOT, 0, 1, *(k, k) * 3
         for i in range(k + 1, count):
             yield MULTIPLY, 0, 1, i, k, i, k, k, k
             for j in range(k + 1, i + 1):
@@ -306,7 +307,7 @@ def inverse_root(matrix: Array) -> Array:
     """Return the transposed inverse of the Cholesky factor: `root @ root.T` is the inverse."""
     size = matrix.shape[-1]
     if size <= SMALLEST_TILE:
-        return _small_root(matrix)
+        return _small_inverse_root(matrix)
     half = 4 * -(-size // 8)  # For most sizes both halves have one shape.
     first, last = slice(0, half), slice(half, size)
     root = inverse_root(matrix[..., first, first])
@@ -322,13 +323,13 @@ def inverse_root(matrix: Array) -> Array:
     return functools.reduce(operator.add, parts)
 
 
-def _small_root(matrix: Array) -> Array:
-    """Return the root of a small matrix, as a block of the Cholesky factor of a larger one.
+def _small_inverse_root(matrix: Array) -> Array:
+    """Return the `inverse_root` of a small matrix, by one factorisation of twice the size.
 
-    The factor of `[[matrix, 1], [1, c]]` has the root of `matrix` as its lower left block: if L is
-    the factor of `matrix`, that block X satisfies `X @ L.T = 1`. The scalar `c` is large enough to
-    make the larger matrix positive definite. A triangular solve instead would use LAPACK's threads
-    already for 32 rows.
+    The Cholesky factor of `[[matrix, I], [I, c I]]` has the inverse root as its lower left block:
+    if L is the factor of `matrix`, that block X satisfies `X @ L.T = I`. The scalar `c` is large
+    enough to make the larger matrix positive definite. A triangular solve would start LAPACK's
+    thread pool from 32 rows on.
     """
     size = matrix.shape[-1]
     row, column = jnp.indices((2 * size, 2 * size), sparse=True)

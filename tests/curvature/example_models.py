@@ -291,7 +291,7 @@ def normalised_data(p: Any, x: jax.Array) -> jax.Array:
 
 
 def time_first(p: Any, x: jax.Array) -> jax.Array:
-    """A scan over time of all examples, with time in front."""
+    """A scan over time of all examples, with time as the leading axis."""
     step = lambda h, a: (jnp.tanh(tokens(p, a) + 0.5 * h), None)
     return lax.scan(step, jnp.zeros((len(x), D)), jnp.swapaxes(x, 0, 1))[0] @ p["v"]
 

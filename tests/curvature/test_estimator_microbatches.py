@@ -20,7 +20,7 @@ from curvature.cases import (
 from helpers import assert_same
 
 THREEFRY = jax.random.key(7)
-"""What is drawn for examples with keys of other kinds depends on how many are drawn for at once."""
+"""Samples for examples with keys of other kinds depend on how many are sampled at once."""
 
 EKFAC = {"dense": curvax.DenseEKFAC, "conv2d": curvax.Conv2DEKFAC, "conv": curvax.Conv2DEKFAC}
 

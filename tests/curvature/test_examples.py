@@ -85,7 +85,7 @@ WHOLE = {
     "only features and positions are moved": (models.shuffled_features, 3, 2, "exact"),
     "interaction of data alone": (models.normalised_data, 3, 2, "exact"),
     "a scan over time": (models.time_first, 2, 2, "exact"),
-    "loops in turn": (models.in_two_loops, 3, 2, "exact"),
+    "two loops": (models.in_two_loops, 3, 2, "exact"),
     "merged, one example": (models.merged, 1, 3, "exact"),
     "merged": (models.merged, 5, 2, "exact"),
     "merged, as many positions": (models.merged, 3, 3, "exact"),

@@ -81,7 +81,7 @@ class TestNaive:
         given = case("exponential", "softmax")
 
         def naive(params, batch):
-            """For all signs or targets that can be drawn, the gradient of the whole batch."""
+            """For all signs or targets that can be sampled, the gradient of the whole batch."""
             choices = jnp.array(list(itertools.product((0, 1), repeat=N)))
             targets = lambda choice: choice if mode == "fisher_gradients" else batch["targets"][0]
             signs = lambda choice: 1 - 2 * choice if mode == "fisher_empirical" else choice**0

@@ -15,8 +15,8 @@ import curvax
 from curvax.curvature.state_sharding import ShardedCurvature, state_specs, whole_state
 from helpers import assert_same, mesh_of
 
-DRAWN = np.random.default_rng(0)
-normal = lambda *shape: jnp.asarray(DRAWN.standard_normal(shape))
+GENERATOR = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(GENERATOR.standard_normal(shape))
 # Four layers of one shape, of which three are a stack; one of another shape; heads; and a scale.
 PARAMS = {
     "first": {"w": normal(4, 4), "b": normal(4)},

@@ -160,7 +160,7 @@ class TestUnderTransformations:
         assert_same(tangent, naive(X))
 
     def test_a_function_of_traced_constants(self, mode):
-        """Also twice, with other constants: nothing of the first is remembered."""
+        """Also twice, with other constants: nothing of the first is cached."""
 
         @jax.jit
         def run(scale, x):

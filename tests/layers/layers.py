@@ -51,7 +51,7 @@ def part(param, cuts):
 def recompute(node, x, stacked, params, cuts=None):
     """The output of a tagged layer, from its input and the parameters as the function has them.
 
-    Inside of loops the input has an axis for each in front. `stacked` says for each of them whether
+    Inside loops the input has a leading axis for each. `stacked` says for each of them whether
     the parameters have it too, or are the same in all steps.
     """
     params = list(params)

@@ -557,7 +557,7 @@ GENERIC = [
         "meets nothing that differs from example to example",
     ),
     Generic(
-        "beside zeros",
+        "next to zeros",
         lambda p, x: x @ jnp.concatenate([p["w"], jnp.zeros((3, 2))], axis=1),
         {"w": W},
         X,

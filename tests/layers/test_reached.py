@@ -223,6 +223,6 @@ class TestUses:
 
             return matrix(state)
 
-        beside = lambda w, x: x @ w + lax.stop_gradient(x**2 @ w)
-        difference = estimate(beside) - estimate(lambda w, x: x @ w)
+        with_stopped = lambda w, x: x @ w + lax.stop_gradient(x**2 @ w)
+        difference = estimate(with_stopped) - estimate(lambda w, x: x @ w)
         assert float(jnp.max(jnp.abs(difference))) < 1e-14

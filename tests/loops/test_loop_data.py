@@ -138,7 +138,7 @@ WEAK = {
         jnp.float64,
         lambda carry, x: (carry + x, carry * jnp.ones((), jnp.bfloat16)),
     ),
-    "beside others": (
+    "next to others": (
         (1, 0.5, np.float32(2)),
         jnp.float32,
         lambda carry, x: ((carry[0] + 1, carry[1] + x, carry[2] * x), carry),
@@ -148,7 +148,7 @@ WEAK = {
 
 @each_loop
 @pytest.mark.parametrize("name", WEAK)
-def test_python_numbers_take_the_dtypes_that_they_take_in_a_scan(loop, name):
+def test_python_numbers_have_the_dtypes_of_a_scan(loop, name):
     init, dtype, body = WEAK[name]
     xs = jnp.linspace(-1.0, 1.0, LENGTH).astype(dtype)
     with jax.numpy_dtype_promotion("standard"):

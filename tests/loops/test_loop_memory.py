@@ -66,7 +66,7 @@ def test_one_output_of_a_hundred_needs_a_hundredth(length, kept, reverse, has_xs
         for loop in (sliced_scan, scan_then_slice)
     )
     assert naive > length * ROW
-    # The result is of the same size. Beside it, less than a hundredth; with it, about that.
+    # The result is of the same size. Apart from it, less than a hundredth; with it, about that.
     assert sliced < 0.01 * naive
     assert sliced + len(range(length)[kept]) * ROW < 0.02 * naive
 
@@ -134,7 +134,7 @@ def test_one_chunk_needs_no_more_than_a_scan():
 @pytest.mark.parametrize("step", [13, 100], ids=["many kept", "few kept"])
 @pytest.mark.parametrize("arguments", [(0, 1), (0, 1, 2)], ids=["by parameters", "by xs"])
 def test_the_gradient_of_a_slice_needs_no_more_than_that_of_the_scan(step, arguments):
-    """It remembers what a scan remembers, but no copy of what it reads, nor dropped outputs."""
+    """It saves what a scan saves, but no copy of what it reads, nor dropped outputs."""
     length = 1000
     product = lambda w, carry, x: narrow(w, carry * x, None)
     sliced, naive = (

@@ -1,4 +1,4 @@
-"""Beside inputs and result, a map holds one chunk: asserted from the compiled programs.
+"""Besides inputs and result, a map holds one chunk: asserted from the compiled programs.
 
 Float32 and rows of a few kilobytes, so that what is measured is data, not bookkeeping.
 """

@@ -55,7 +55,7 @@ def test_it_composes_with_an_outer_vmap():
 @pytest.mark.parametrize("order", ["strided", "contiguous"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_the_function_sees_the_microbatches_of_the_order(size, order):
-    """A function that is not a sum over examples tells which examples it saw together."""
+    """A function that is not a sum over examples shows which examples it saw together."""
     x = jax.random.normal(key(), (7,), jnp.float64)
     fun = lambda x: jnp.prod(x)
     micro = curvax.microbatch(fun, 0, size, AccumulationType.SUM, order=order)

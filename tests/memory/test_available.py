@@ -164,7 +164,7 @@ class TestOddFiles:
         monkeypatch.setattr(budget.os, "sysconf", pages.__getitem__)
         assert host({}, meminfo) == 4_096_000
 
-    def test_a_system_that_tells_nothing_at_all(self, host, monkeypatch):
+    def test_a_system_that_reports_nothing_at_all(self, host, monkeypatch):
         def unknown(name):
             raise ValueError(name)
 

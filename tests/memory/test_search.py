@@ -14,7 +14,7 @@ from curvax.memory.plan import CACHE_BYTES, LARGEST, SMALLEST, fast_size, larges
 
 
 class Needs:
-    """A function of sizes that remembers what it was asked, and refuses to be asked forever."""
+    """A function of sizes that records what it was asked, and refuses to be asked forever."""
 
     def __init__(self, fun, most_questions=40):
         self.fun, self.asked, self.most_questions = fun, [], most_questions

@@ -1,4 +1,4 @@
-"""`memory_usage` tells what the compiler tells, and what a process then really takes."""
+"""`memory_usage` reports what the compiler does, and what a process then really allocates."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def apply(a, x):
 def account(fun, *args):
     """As JAX itself has it, of a program compiled with the same option."""
     lowered = jax.jit(fun).lower(*args)
-    return lowered.compile(_jax.true_account("cpu")).memory_analysis()
+    return lowered.compile(_jax.exact_memory_options("cpu")).memory_analysis()
 
 
 def like(x):

@@ -15,7 +15,7 @@ from optimizer import problems
 TOKENS, LENGTH, WIDTH, DEPTH = 5, 3, 4, 2
 
 
-def drawn(seed, *shape):
+def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape)) / 2
 
 
@@ -38,15 +38,15 @@ def cnn_loss(params, batch):
 
 def cnn_params():
     return {
-        "first": {"w": drawn(1, 3, 3, 1, 2), "b": drawn(2, 2)},
-        "second": {"w": drawn(3, 2, 2, 2, 3), "b": drawn(4, 3)},
-        "out": {"w": drawn(5, 12, 3), "b": drawn(6, 3)},
+        "first": {"w": random(1, 3, 3, 1, 2), "b": random(2, 2)},
+        "second": {"w": random(3, 2, 2, 2, 3), "b": random(4, 3)},
+        "out": {"w": random(5, 12, 3), "b": random(6, 3)},
     }
 
 
 def cnn_batch(seed, size):
     labels = np.random.default_rng(seed).integers(0, 3, size)
-    return drawn(seed, size, 4, 4, 1), jnp.asarray(labels)
+    return random(seed, size, 4, 4, 1), jnp.asarray(labels)
 
 
 def normalised(x, scale, shift):
@@ -82,10 +82,10 @@ def transformer_params():
     shapes = square | {"scale": (WIDTH,), "shift": (WIDTH,), "up": (WIDTH, 6), "down": (6, WIDTH)}
     shapes["bias"] = (6,)
     layers = {
-        name: drawn(number, DEPTH, *shape) for number, (name, shape) in enumerate(shapes.items())
+        name: random(number, DEPTH, *shape) for number, (name, shape) in enumerate(shapes.items())
     }
-    table = {"table": drawn(20, TOKENS, WIDTH), "places": drawn(21, LENGTH, WIDTH)}
-    return {**table, "layers": layers, "out": drawn(22, WIDTH, TOKENS)}
+    table = {"table": random(20, TOKENS, WIDTH), "places": random(21, LENGTH, WIDTH)}
+    return {**table, "layers": layers, "out": random(22, WIDTH, TOKENS)}
 
 
 def transformer_batch(seed, size):

@@ -438,11 +438,11 @@ def deep_step(sizes, count):
         prediction = curvax.register_squared_error_loss(x, y)
         return jnp.mean((prediction - y) ** 2)
 
-    drawn = np.random.default_rng(0).standard_normal
+    normal = np.random.default_rng(0).standard_normal
     mesh = mesh_of(count)
-    params = [drawn((m, n)) for m, n in itertools.pairwise(sizes)]
+    params = [normal((m, n)) for m, n in itertools.pairwise(sizes)]
     params = jax.device_put(params, NamedSharding(mesh, P()))
-    batch = tuple(drawn((8, size)) for size in (sizes[0], sizes[-1]))
+    batch = tuple(normal((8, size)) for size in (sizes[0], sizes[-1]))
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     options = {"mesh": mesh, "estimation_mode": "fisher_gradients"}
     optimizer = make(jax.value_and_grad(deep), donate_buffers=False, **options)

@@ -217,8 +217,8 @@ def energy_by(tangents_of):
     return energy
 
 
-def beside(params, d_params, x):
-    """As is usual."""
+def as_usual(params, d_params, x):
+    """Register the value that is computed next to its tangent."""
     y, dy = jax.jvp(lambda params: log_psis(params, x), (params,), (d_params,))
     register(y)
     return dy
@@ -231,7 +231,7 @@ def compiled_tag(params, d_params, x):
 
 
 def compiled_rule(params, d_params, x):
-    return jax.jit(beside)(params, d_params, x)
+    return jax.jit(as_usual)(params, d_params, x)
 
 
 def compiled_function(params, d_params, x):
@@ -291,14 +291,17 @@ WRAPPED = {
     "compiled": lambda energy: jax.jit(by_hand(energy)),
     "as it is": lambda energy: jax.value_and_grad(energy, has_aux=True),
 }
-KEPT = (beside, compiled_tag, compiled_rule, compiled_function, checkpointed_and_used)
+KEPT = (as_usual, compiled_tag, compiled_rule, compiled_function, checkpointed_and_used)
 LOST = {
     "nowhere": (by_hand(energy_by(nowhere)), "registers no loss"),
     "checkpoint": (by_hand(energy_by(checkpointed_and_unused)), r"test_vmc\.py:\d+ is not in the"),
     "cond": (by_hand(energy_by(in_a_branch)), r"test_vmc\.py:\d+\) is inside `cond`"),
-    "compiled energy": (by_hand(jax.jit(energy_by(beside))), r"test_vmc\.py:\d+ is not in the"),
+    "compiled energy": (
+        by_hand(jax.jit(energy_by(as_usual))),
+        r"test_vmc\.py:\d+ is not in the",
+    ),
     "compiled energy, as it is": (
-        jax.value_and_grad(jax.jit(energy_by(beside)), has_aux=True),
+        jax.value_and_grad(jax.jit(energy_by(as_usual)), has_aux=True),
         r"test_vmc\.py:\d+ is not in the",
     ),
 }
@@ -315,7 +318,7 @@ class TestRegistration:
 
     @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
     def test_whoever_makes_the_gradient(self, wrap):
-        self.check(wrap(energy_by(beside)))
+        self.check(wrap(energy_by(as_usual)))
 
     @pytest.mark.parametrize("tangents_of", KEPT, ids=lambda fun: fun.__name__)
     def test_wherever_in_the_rule_it_is(self, tangents_of):
@@ -329,7 +332,7 @@ class TestRegistration:
             optimizer.init(PARAMS, key(0), X)
 
     def test_it_is_also_one_if_it_was_traced_before(self):
-        value_and_grad = by_hand(jax.jit(energy_by(beside)))
+        value_and_grad = by_hand(jax.jit(energy_by(as_usual)))
         jax.block_until_ready(value_and_grad(PARAMS, key(0), X))
         with pytest.raises(curvax.RegistrationError, match="JAX may have dropped it"):
             vmc.optimizer_of(value_and_grad).init(PARAMS, key(0), X)

@@ -70,21 +70,21 @@ class Family(list[Entry]):
         return add
 
 
-def drawn_like(shapes: Any) -> Any:
+def random_like(shapes: Any) -> Any:
     """Random parameters in the shapes of a pytree.
 
     What a framework starts with has zeros and ones in it, which hide mistakes, and takes long.
     """
     leaves, treedef = jax.tree.flatten(shapes)
-    return treedef.unflatten([_drawn(seed, leaf.shape) for seed, leaf in enumerate(leaves)])
+    return treedef.unflatten([_random(seed, leaf.shape) for seed, leaf in enumerate(leaves)])
 
 
 def draw(**shapes: tuple[int, ...]) -> dict[str, Any]:
     """Random parameters of these shapes."""
-    return {name: _drawn(10 + n, shape) for n, (name, shape) in enumerate(shapes.items())}
+    return {name: _random(10 + n, shape) for n, (name, shape) in enumerate(shapes.items())}
 
 
-def _drawn(seed: int, shape: tuple[int, ...]) -> Any:
+def _random(seed: int, shape: tuple[int, ...]) -> Any:
     z = np.random.default_rng(seed).standard_normal(shape)
     if len(shape) < 2:
         return jnp.asarray(0.8 + 0.2 * z)

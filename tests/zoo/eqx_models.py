@@ -13,9 +13,9 @@ from zoo.case import (
     Model,
     Taps,
     chances,
-    drawn_like,
     normal_errors,
     one_class,
+    random_like,
     squared_error,
     tokens,
     yes_or_no,
@@ -50,7 +50,7 @@ def split(make):
     """Random parameters of a module, and the rest of it."""
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     shapes, static = eqx.partition(eqx.filter_eval_shape(make), is_array)
-    return drawn_like(shapes), static
+    return random_like(shapes), static
 
 
 def model(make, loss, x, targets, call=lambda net, x: net(x), **options):
@@ -236,7 +236,7 @@ def deep_sets():
 
 @EQUINOX.add(tapped=True)
 def siamese():
-    """One network at two places, and what tells its results apart."""
+    """One network at two places, and what distinguishes its results."""
 
     class Siamese(eqx.Module):
         arm: eqx.nn.MLP

@@ -11,9 +11,9 @@ from zoo.case import (
     Family,
     Model,
     chances,
-    drawn_like,
     normal_errors,
     one_class,
+    random_like,
     squared_error,
     tapped_by,
     tokens,
@@ -43,7 +43,7 @@ def model(net, loss, x, targets, **options):
         y, _ = transformed.apply(params, state, None, x)
         return loss(y, targets)
 
-    return Model(f, drawn_like(shapes), (x, targets), tapped=tapped(f), **options)
+    return Model(f, random_like(shapes), (x, targets), tapped=tapped(f), **options)
 
 
 @HAIKU.add(tapped=True)

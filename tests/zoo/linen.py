@@ -10,9 +10,9 @@ from zoo.case import (
     Family,
     Model,
     chances,
-    drawn_like,
     normal_errors,
     one_class,
+    random_like,
     squared_error,
     tapped_by,
     tokens,
@@ -30,7 +30,7 @@ TAPPED_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm)
 
 def initialised(module, *inputs):
     variables = jax.eval_shape(module.init, KEY, *inputs)
-    params = drawn_like(variables.pop("params"))
+    params = random_like(variables.pop("params"))
     return params, jax.tree.map(lambda x: np.ones(x.shape), variables)
 
 

@@ -8,9 +8,9 @@ from layers.models import normal
 from zoo.case import (
     Family,
     Model,
-    drawn_like,
     normal_errors,
     one_class,
+    random_like,
     squared_error,
     tokens,
     yes_or_no,
@@ -38,7 +38,7 @@ def model(make, loss, x, targets, **options):
         others = jax.tree.map(ones, rest)
         return loss(nnx.merge(definition, params, others)(x), targets)
 
-    return Model(f, drawn_like(params), (x, targets), **options)
+    return Model(f, random_like(params), (x, targets), **options)
 
 
 class MLP(nnx.Module):

@@ -27,11 +27,11 @@ from curvax._jax.arrays import (
     resized as resized,
     shape_of as shape_of,
     sharding_of as sharding_of,
-    unplaced as unplaced,
     unsharded_along as unsharded_along,
     unwrap_keys as unwrap_keys,
     varying_axes as varying_axes,
     varying_like as varying_like,
+    without_sharding as without_sharding,
     wrap_keys as wrap_keys,
 )
 from curvax._jax.core import (
@@ -62,6 +62,7 @@ from curvax._jax.jaxprs import (
     closed as closed,
     default_device as default_device,
     equations_inside as equations_inside,
+    exact_memory_options as exact_memory_options,
     function_name as function_name,
     has_effects as has_effects,
     inlined as inlined,
@@ -82,7 +83,6 @@ from curvax._jax.jaxprs import (
     trace_change as trace_change,
     trace_with_constants as trace_with_constants,
     tracing_context as tracing_context,
-    true_account as true_account,
     unjitted as unjitted,
     untraced as untraced,
     value_key as value_key,
@@ -93,9 +93,9 @@ from curvax._jax.primitives import (
     define_linear_identity as define_linear_identity,
 )
 from curvax._jax.processes import (
+    broadcast_from_first as broadcast_from_first,
     exchanged as exchanged,
     gathered as gathered,
-    gathered_whole as gathered_whole,
-    sent_by_first as sent_by_first,
+    gathered_to_host as gathered_to_host,
     wait_for_all as wait_for_all,
 )

@@ -33,7 +33,7 @@ def shape_of(x: Value | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def unplaced(x: Value) -> jax.ShapeDtypeStruct:
+def without_sharding(x: Value) -> jax.ShapeDtypeStruct:
     """Return the shape of an array without its sharding."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)

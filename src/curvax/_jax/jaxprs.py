@@ -382,7 +382,7 @@ def call_key(leaves: Sequence[ArrayLike | jax.ShapeDtypeStruct]) -> Hashable:
 
 
 @functools.cache
-def true_account(platform: str) -> dict[str, str | bool]:
+def exact_memory_options(platform: str) -> dict[str, str | bool]:
     """Return compiler options with which `memory_analysis` accounts for all memory.
 
     On CPU, XLA may fuse a chain of matrix products into one library call, whose scratch memory

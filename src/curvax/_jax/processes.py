@@ -13,7 +13,7 @@ from curvax._types import ArrayLike
 T = TypeVar("T")
 
 
-def sent_by_first(value: T) -> T:
+def broadcast_from_first(value: T) -> T:
     """Return what process 0 has for this pytree of numbers and NumPy arrays.
 
     A collective: all processes must call it. They may do so while a program is being traced.
@@ -67,7 +67,7 @@ def exchanged(text: str, seconds: float) -> list[str | None]:
     return [received(process) for process in range(jax.process_count())]
 
 
-def gathered_whole(x: T) -> T | NDArray[Any]:
+def gathered_to_host(x: T) -> T | NDArray[Any]:
     """Return an array that is not fully addressable as a NumPy array, gathered; others as they are.
 
     A collective: all processes must call it.

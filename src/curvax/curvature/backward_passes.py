@@ -3,7 +3,8 @@
 The function runs forward once, however many backward passes a mode takes. Each pass computes the
 statistics of the layers on its way back; `CurvatureBlock.terms` maps them to quantities that can be
 added over passes. Statistics that depend on the inputs of layers alone (`Sums.of_inputs`) are
-computed once.
+computed once. If a block overrides `update_curvature_matrix_estimate`, `update_from_layer_data`
+takes the place of these sums, for all blocks.
 """
 
 import functools
@@ -186,11 +187,12 @@ def update_from_layer_data(
     num_passes: int,
     update: AverageUpdate,
 ) -> list[BlockState | None]:
-    """Return the states of all blocks, each updated with the data of its layer in every pass.
+    """Return the states of all blocks, updated in each pass with the data of their layers.
 
-    This calls `update_curvature_matrix_estimate`, which users may override. The wanted estimate is
-    the sum over passes, but averages are what blocks keep. So cotangents are scaled by
-    `sqrt(num_passes)`: the average of the scaled estimates is the sum.
+    This is for blocks that override `update_curvature_matrix_estimate`. The estimate is the sum
+    over passes, but a block averages its updates. Estimates are quadratic in cotangents, so
+    cotangents are scaled by `sqrt(num_passes)`, and each pass has the weight
+    `ema_new / num_passes`.
     """
     at, blocks = layers.at, layers.blocks
     operands, vjp = layer_data_at(at)

@@ -602,8 +602,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             rng: Random key, the same on all devices. Samples of an example depend on its index in
                 the global batch.
             func_args: Arguments of the function.
-            pmap_axis_name: Name of a mapped axis to average over, or None.
-            estimation_mode: Matrix to estimate, and the method. None for `default_estimation_mode`.
+            pmap_axis_name: Name of a `shard_map` or `pmap` axis to average over, or None.
+            estimation_mode: Matrix to estimate, and the method. None for the
+                `default_estimation_mode` of the constructor.
 
                 - `fisher_gradients`: the Fisher matrix, from gradients with targets that are
                   sampled from the predictive distribution.
@@ -627,8 +628,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
             The updated state.
 
         Raises:
-            ValueError: If the mode is unknown, or microbatches are asked for and examples interact
-                or a block overrides `update_curvature_matrix_estimate`.
+            ValueError: If the mode is unknown; or if, with microbatches, examples interact or a
+                block overrides `update_curvature_matrix_estimate`.
 
         Examples:
             >>> import jax

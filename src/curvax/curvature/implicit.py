@@ -145,7 +145,7 @@ class ImplicitExactCurvature:
             A scalar.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If a loss has no targets, or the batch size is unknown.
 
         Examples:
@@ -175,7 +175,7 @@ class ImplicitExactCurvature:
             A pytree like the parameters.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vector is not like the parameters, a loss has no targets, or the
                 batch size is unknown.
 
@@ -207,7 +207,7 @@ class ImplicitExactCurvature:
             A pytree like the parameters.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vector is not like the parameters, a loss has no Fisher matrix, or
                 the batch size is unknown.
 
@@ -239,7 +239,7 @@ class ImplicitExactCurvature:
             A pytree like the parameters.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vector is not like the parameters, or the batch size is unknown.
 
         Examples:
@@ -271,7 +271,7 @@ class ImplicitExactCurvature:
             `get_loss_inner_vector_shapes_and_batch_size` returns.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vector is not like the parameters, a loss has no Fisher matrix, or
                 the batch size is unknown.
 
@@ -307,7 +307,7 @@ class ImplicitExactCurvature:
             `get_loss_inner_vector_shapes_and_batch_size` returns.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vector is not like the parameters, or the batch size is unknown.
 
         Examples:
@@ -342,7 +342,7 @@ class ImplicitExactCurvature:
             `F u`, where the Fisher matrix is `F Fᵀ`: a pytree like the parameters.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vectors have other shapes, a loss has no Fisher matrix, or the batch
                 size is unknown.
 
@@ -375,10 +375,11 @@ class ImplicitExactCurvature:
                 `get_loss_inner_vector_shapes_and_batch_size` returns.
 
         Returns:
-            `F u`, where the GGN is `F Fᵀ`: a pytree like the parameters.
+            `F u = Jᵀ B u / sqrt(N)`, a pytree like the parameters: u are the `loss_inner_vectors`,
+            `B Bᵀ` is the GGN of the losses, and `F Fᵀ` that of the mean over N examples.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vectors have other shapes, or the batch size is unknown.
 
         Examples:
@@ -414,7 +415,7 @@ class ImplicitExactCurvature:
             parameters.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the vectors have other shapes.
 
         Examples:
@@ -448,7 +449,7 @@ class ImplicitExactCurvature:
             A tuple of a shape for each loss, and the batch size.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If `mode` is neither, a loss has no Fisher matrix, or the batch size is
                 unknown.
 
@@ -483,7 +484,7 @@ class ImplicitExactCurvature:
             For each loss a tuple of the shapes of its inputs, and the batch size.
 
         Raises:
-            RegistrationError: If `func` registers no loss, or JAX removed one.
+            RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
             ValueError: If the batch size is unknown.
 
         Examples:

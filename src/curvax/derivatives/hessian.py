@@ -147,17 +147,17 @@ def hessian(
 
     except that one block is computed at a time. If `x` has several leaves (and at least 64
     coordinates), only the blocks on one side of the diagonal are computed, group of leaves by
-    group, and mirrored; a single array is computed by full rows. So is every `x` on a mesh, on
-    disk, with `jit=False`, and if `f` has side effects. The program is compiled once for the jaxpr
+    group, and mirrored. Full rows are computed if `x` is a single array, on a mesh, on disk, with
+    `jit=False`, and if `f` has side effects. The program is compiled once for the jaxpr
     of `f` and the shapes of `x`. If `f` has a custom derivative rule that is not its true
     derivative, second derivatives are not symmetric: use `jacobian(jax.grad(f), x)` instead.
 
     Arguments:
         f: A function of a pytree to a real scalar.
         x: A pytree of real floating-point arrays, possibly of different dtypes.
-        nbatches: Number of blocks of rows, computed one after the other. At most eight groups of
-            leaves are divided separately, so there can be up to seven more; none where full rows
-            are computed, such as on a mesh or on disk.
+        nbatches: Number of blocks of rows, computed one after the other. Where one side of the
+            diagonal is computed, there are up to seven more, because up to eight groups of leaves
+            are divided separately.
         jit: Whether to compile the computation.
         checkpoint: Whether to apply `jax.checkpoint` to `f`: its intermediate values are recomputed
             instead of saved, which takes less memory and more time. It helps if blocks are
@@ -176,8 +176,9 @@ def hessian(
             multi-process program all processes must make the call; they write together.
         overwrite: Whether `out` may replace a store that belongs to a different computation.
         verify: Whether to read the blocks that `out` has already and check their checksums. By
-            default it is only checked that none is missing. Damaged blocks are computed again, with
-            a `DamagedStoreWarning`.
+            default only their sizes are checked, and their stored checksums compared with those
+            recorded when they were written; the data are not read. Damaged blocks are computed
+            again, with a `DamagedStoreWarning`.
         mesh: Devices among which rows are sharded. Each device computes its shard in blocks; sizes
             and budgets are per device. Full rows are computed, not one triangle, so for an `x` of
             several leaves two devices are about as fast as one without a mesh.

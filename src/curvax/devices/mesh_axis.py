@@ -289,4 +289,4 @@ def to_host(leaf: T) -> T | np.ndarray:
 
     Every process must make this call.
     """
-    return np.asarray(_jax.gathered_whole(leaf)) if isinstance(leaf, jax.Array) else leaf
+    return np.asarray(_jax.gathered_to_host(leaf)) if isinstance(leaf, jax.Array) else leaf

@@ -163,7 +163,7 @@ def register(
     """Find the layers and losses of `func` for arguments like these.
 
     Raises:
-        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+        RegistrationError: If no loss is registered, or one was dropped or has no derivative in any
             parameter; or, with `strict`, if a parameter is not in a layer of a known kind.
         ValueError: If `params_index` is out of range, or a tag has one parameter twice.
         TypeError: If a parameter is not an array of real numbers.
@@ -454,7 +454,7 @@ def auto_register_tags(
         A function of arguments like `func_args`, of any shapes.
 
     Raises:
-        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+        RegistrationError: If no loss is registered, or one was dropped or has no derivative in any
             parameter; if no loss depends on some parameter, or one is in several layers; or, with
             `strict`, if one is not part of a known kind of layer.
         ValueError: If an argument is invalid, or a tag has one parameter twice.

@@ -99,7 +99,7 @@ class RegistrationReport:
 def explain_registration(
     func: Fun, func_args: Sequence[PyTree], params_index: int = 0, **auto_register_kwargs: Any
 ) -> RegistrationReport:
-    """Report what `auto_register_tags` makes of each parameter of a function, and why.
+    """Report the layer in which each parameter of a function was detected, or why it is in none.
 
     Arguments:
         func: Function that registers at least one loss.
@@ -109,10 +109,11 @@ def explain_registration(
             `patterns_to_skip`, `graph_patterns` or `through_custom_derivatives`.
 
     Returns:
-        A report with a row for each parameter.
+        A report that prints as a table. Its `rows` are in the order of `jax.tree.leaves(params)`;
+        `ParameterRow` describes them. A parameter that is in no layer of a known kind is "generic".
 
     Raises:
-        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+        RegistrationError: If no loss is registered, or one was dropped or has no derivative in any
             parameter; or, with `strict`, if a parameter is not in a layer of a known kind.
         ValueError: If an argument is invalid, or a tag has one parameter twice.
 

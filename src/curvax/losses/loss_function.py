@@ -181,7 +181,7 @@ class LossFunction(abc.ABC):
                 stand for the targets of the loss: it means that there are none.
 
         Returns:
-            An array with one number per example, or per entry of a categorical target.
+            An array with one number per example; for a categorical loss, `logits.shape[:-1]`.
         """
 
     def evaluate(
@@ -190,12 +190,12 @@ class LossFunction(abc.ABC):
         """Compute the loss of each example, neither summed nor averaged.
 
         Arguments:
-            targets: Targets to use in place of those of the loss.
+            targets: Targets to use in place of those of the loss; None for those of the loss.
             coefficient_mode: "regular" for `weight * loss`, "sqrt" for `sqrt(weight) * loss`,
                 "off" for the loss without its weight.
 
         Returns:
-            An array with one number per example, or per entry of a categorical target.
+            An array with one number per example; for a categorical loss, `logits.shape[:-1]`.
 
         Raises:
             ValueError: If the loss needs targets and there are none, or `coefficient_mode` is none
@@ -252,11 +252,11 @@ class LossFunction(abc.ABC):
         """Multiply a vector by the GGN.
 
         The GGN (generalized Gauss-Newton matrix) of a loss is a PSD matrix in its predictions, with
-        a block per example: the Hessian, where that is PSD for all targets. Otherwise the class
-        says which matrix takes its place.
+        a block per example: the Hessian of the loss if that is PSD for all targets, otherwise the
+        matrix that the class of the loss names. The weight is included.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
@@ -275,7 +275,7 @@ class LossFunction(abc.ABC):
         """Multiply a vector by the GGN without the weight: by `multiply_ggn` at weight one.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
@@ -335,7 +335,7 @@ class LossFunction(abc.ABC):
         """Multiply a vector by the transpose of the factor B of the GGN.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             An array of shape `ggn_factor_inner_shape`.
@@ -358,7 +358,7 @@ class LossFunction(abc.ABC):
         """Multiply by `Bᵀ` without the weight: by `multiply_ggn_factor_transpose` at weight one.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             An array of shape `ggn_factor_inner_shape`.
@@ -523,8 +523,8 @@ class NegativeLogProbLoss(LossFunction):
     def grad_of_evaluate_on_sample(self, rng: Array, coefficient_mode: str) -> tuple[Array, ...]:
         """Compute `grad_of_evaluate` on targets that are sampled from the predicted distribution.
 
-        Its mean is zero. With `coefficient_mode="sqrt"` its covariance is the Fisher matrix, the
-        weight included.
+        Over samples, the gradient has mean zero. With `coefficient_mode="sqrt"` its covariance is
+        the Fisher matrix, the weight included.
 
         Arguments:
             rng: A random key.
@@ -553,7 +553,7 @@ class NegativeLogProbLoss(LossFunction):
         """Multiply a vector by the Fisher matrix.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
@@ -574,7 +574,7 @@ class NegativeLogProbLoss(LossFunction):
         Equal to `multiply_fisher` at weight one.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             A tuple of arrays like the `parameter_dependants`.
@@ -635,7 +635,7 @@ class NegativeLogProbLoss(LossFunction):
         """Multiply a vector by the transpose of the factor B of the Fisher matrix.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             An array of shape `fisher_factor_inner_shape`.
@@ -656,7 +656,7 @@ class NegativeLogProbLoss(LossFunction):
         """Multiply by `Bᵀ` without the weight: by `multiply_fisher_factor_transpose` at weight one.
 
         Arguments:
-            vector: Arrays like the `parameter_dependants`.
+            vector: Arrays like the predictions (`parameter_dependants`).
 
         Returns:
             An array of shape `fisher_factor_inner_shape`.

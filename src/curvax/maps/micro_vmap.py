@@ -42,7 +42,8 @@ def micro_vmap(
         outputs = jax.vmap(fun, in_axes, out_axes)(*args, **kwargs)
         result = outputs  # CONCAT; or their SUM, MEAN, … over the examples
 
-    except that only one microbatch of outputs, and of the intermediates of `fun`, exists at a time.
+    except that the intermediates of `fun`, and outputs that are reduced, exist for one microbatch
+    at a time.
     `fun` is traced once, whether or not `microbatch_size` divides the number of examples.
 
     With a `mesh`, each device runs the loop over its shard, which holds successive examples, and
@@ -64,8 +65,9 @@ def micro_vmap(
             `functools.partial(jax.vmap, spmd_axis_name="data")`. `f` takes the batched leaves as
             separate arguments, `in_axes` is a tuple of their axes, and `out_axes` has the structure
             of yours with every integer replaced by 0.
-        accumulator: An `AccumulationType` (MEAN, SUM, RUNNING_MEAN or CONCAT), an `Accumulator`,
-            or a pytree of these that is a prefix of the outputs.
+        accumulator: An `AccumulationType` (MEAN, SUM, CONCAT, or RUNNING_MEAN: a mean that never
+            holds the growing sum), an `Accumulator`, or a pytree of these that is a prefix of the
+            outputs.
         num_real_microbatches: Number of microbatches to run, the first ones in the given order.
             The others are padding, and are skipped: SUM and the means are over the examples of real
             microbatches, and CONCAT returns zeros for the other examples. A Python int shortens the
@@ -78,8 +80,8 @@ def micro_vmap(
             that a sharded batch axis stays sharded. "contiguous": successive examples.
         memory_budget: Bytes that a call may allocate, in place of `microbatch_size`: an int, a
             string with a unit ("2GB", "50%"), or a float in (0, 1], a fraction of the available
-            memory. The largest microbatch size is chosen for which the call, compiled by
-            itself, stays within it.
+            memory. The largest microbatch size is chosen (to within 5 %) for which the call,
+            compiled by itself, stays within it.
         plan_for: The program that must fit the budget: "value" for the call itself, "gradient" for
             its reverse-mode derivative with respect to all arrays it depends on.
         objective: "memory" chooses the largest microbatch that fits. "time" chooses one that is

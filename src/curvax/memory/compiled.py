@@ -294,7 +294,7 @@ def _make_plan(
         program = trace(size)
         return (program.gradient() if request.plan_for == "gradient" else program).compile()
 
-    broadcast = _jax.sent_by_first if request.is_multi_process else lambda value: value
+    broadcast = _jax.broadcast_from_first if request.is_multi_process else lambda value: value
     # As two integers of at most 32 bits: without x64, JAX would truncate wider ones.
     upper, lower = broadcast(divmod(parse_memory(request.budget), 1 << 30))
     budget = (int(upper) << 30) + int(lower)

@@ -30,10 +30,10 @@ CLOSE = 1.05
 MARGIN = 0.005
 """Relative margin below a predicted size: measuring just above the budget wastes a compilation."""
 
-TRUST = 0.97
+EXCLUSION_RATIO = 0.97
 """A size is excluded only if the predicted size is below this fraction of it."""
 
-LINES = 4
+MAX_LINEAR_FITS = 4
 """Number of measurements after which the search bisects instead of extrapolating linearly."""
 
 
@@ -74,19 +74,24 @@ def _probes(sizes: Sequence[int]) -> Sequence[int]:
 
 
 def _next_size(needs: Mapping[int, int], sizes: Sequence[int], budget: int) -> int | None:
-    """Return the size to measure next, or None if the search is over."""
+    """Return the size to measure next, or None if the search is over.
+
+    `needs` has the memory of the sizes that were measured. The next size lies between the largest
+    that fits and the smallest that does not: where lines through measurements reach the budget or,
+    after `MAX_LINEAR_FITS` measurements, at the geometric mean of the two.
+    """
     fitting = max((size for size, need in needs.items() if need <= budget), default=0)
     too_large = min((size for size in needs if size > fitting), default=sizes[-1] + 1)
     first, end = bisect_right(sizes, fitting), bisect_left(sizes, too_large)
     if first == end or (fitting and too_large <= CLOSE * fitting):
         return None
-    predictions = _predictions(needs, budget, fitting) if len(needs) <= LINES else ()
+    predictions = _predictions(needs, budget, fitting) if len(needs) <= MAX_LINEAR_FITS else ()
     if not predictions:
         wanted = math.sqrt(max(1, fitting) * too_large)
-    elif fitting and max(predictions) < max(sizes[first] * TRUST, CLOSE * fitting):
-        # Two points always lie on a line, and between a size that fits and one that does not the
-        # memory may stay below it. So the prediction that nothing larger fits is accepted only with
-        # a third point, and only if a smaller size contributed to it.
+    elif fitting and max(predictions) < max(sizes[first] * EXCLUSION_RATIO, CLOSE * fitting):
+        # Two measurements always lie on a line, and the memory between them may be below it. So
+        # "nothing larger fits" is believed only after three measurements, one of them of a size
+        # smaller than `fitting`.
         if len(needs) > 2 and min(needs) < fitting:
             return None
         wanted = CLOSE * fitting

@@ -211,7 +211,7 @@ class Program:
                 self.fun, donate_argnums=[num_consts + i for i in self.donated], keep_unused=True
             )
             .lower(*map(_jax.shape_of, self.consts), *self.leaves)
-            .compile(_jax.true_account(platform))
+            .compile(_jax.exact_memory_options(platform))
         )
         usage = MemoryUsage.of(compiled)
         return Executable(compiled, usage, self.consts, jax.tree.structure(self.outputs))
@@ -281,7 +281,7 @@ def _of_jitted(fun: Wrapped, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTr
     traced = fun.trace(*args, **kwargs)
     if not traced.jaxpr.consts:
         platform = jax.default_backend()
-        return MemoryUsage.of(traced.lower().compile(_jax.true_account(platform)))
+        return MemoryUsage.of(traced.lower().compile(_jax.exact_memory_options(platform)))
     infos = jax.tree.leaves(traced.args_info)
     donated = [i for i, info in enumerate(infos) if info.donated]
     shapes = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in infos]

@@ -62,7 +62,7 @@ def num_devices(mesh: Mesh | None, axis: str) -> int:
 
 def without_shardings(tree: PyTree) -> PyTree:
     """Return shapes in place of arrays, without their shardings; enough to trace a function."""
-    shape = lambda x: _jax.unplaced(x) if isinstance(x, jax.Array) else x
+    shape = lambda x: _jax.without_sharding(x) if isinstance(x, jax.Array) else x
     return jax.tree.map(shape, tree)
 
 

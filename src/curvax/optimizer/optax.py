@@ -93,9 +93,9 @@ def kfac(
             mean over the batch.
         example_batch: A batch, or the shapes of one, to trace the function with.
         learning_rate: A number or a schedule, a function of the index of the step, 0 for the first
-            one. None if it is adaptive.
-        momentum: A number or a schedule. None if it is adaptive.
-        damping: A number or a schedule. None if it is adaptive.
+            one. None only with `use_adaptive_learning_rate=True`.
+        momentum: A number or a schedule. None only with `use_adaptive_momentum=True`.
+        damping: A number or a schedule. None only with `use_adaptive_damping=True`.
         example_params: All parameters, for `optax.masked(kfac(…), mask)`. Then `update` also
             needs all of them, as `full_params=`.
         axis_name: Name of a mesh axis, if `update` is called inside a `shard_map` that shards the

@@ -636,19 +636,20 @@ class Optimizer:
         from the iterator, or else with the given batch.
 
         The step is compiled, and donates the buffers of `params`, `state` and `func_state`, which
-        cannot be used afterwards. Inside a traced function, the step becomes part of its program.
+        cannot be used afterwards (unless `donate_buffers=False`). Inside a traced function, the
+        step becomes part of its program.
 
         Arguments:
             params: The parameters.
             state: The state of the optimizer.
             rng: A random key, a different one for each step.
-            data_iterator: An iterable of batches. Give this or `batch`.
+            data_iterator: An iterator, from which the next batch is taken. Give this or `batch`.
             batch: A batch.
             func_state: The state of the function, if it has one.
             learning_rate: The learning rate, if it is neither adaptive nor scheduled.
             momentum: The momentum, if it is neither adaptive nor scheduled.
             damping: The damping, if it is neither adaptive nor scheduled.
-            global_step_int: The index of the step, to be compared with that of the state.
+            global_step_int: The expected index of the step; another one in the state is an error.
 
         Returns:
             A named tuple `(params, state, stats)`, or `(params, state, func_state, stats)` if the

@@ -111,23 +111,29 @@ class Programs:
         replaced: Sequence[str],
         results: PyTree,
     ) -> tuple[jax.stages.Wrapped, Mapping[str, PyTree]]:
-        """Return the compiled function of this name, and the arguments to call it with."""
+        """Return the jitted function of this name, and the arguments to call it with.
+
+        The arguments have neither weak types nor aliased buffers where they are donated, and are
+        placed on the devices. `fun` is used if the name is new, or has other output shardings.
+        """
         names = list(args)
-        donated = tuple(k for k, x in enumerate(names) if x in replaced and self._is_donating)
-        strong = [jax.tree.map(_strong, x) if k in replaced else x for k, x in args.items()]
+        donated = tuple(i for i, arg in enumerate(names) if arg in replaced and self._is_donating)
+        strong = [jax.tree.map(_strong, x) if arg in replaced else x for arg, x in args.items()]
         args = dict(zip(names, _without_aliases(strong, donated), strict=True))
         key: Hashable = name
-        mapped, options = fun, {}
-        exact_analysis = _jax.true_account(jax.default_backend()) if self._has_budget else None
+        per_device, options = fun, {}
+        compiler_options = (
+            _jax.exact_memory_options(jax.default_backend()) if self._has_budget else None
+        )
         if self._devices is not None:
             args = self._devices.placed(name, args)
             options["out_shardings"] = self._devices.shardings(results, args)
             leaves, structure = jax.tree.flatten(options)
             key = name, structure, *leaves
-            mapped = self._devices.shard_map(fun, names, results)
+            per_device = self._devices.shard_map(fun, names, results)
         if key not in self._known:
             self._known[key] = jax.jit(
-                mapped, donate_argnums=donated, compiler_options=exact_analysis, **options
+                per_device, donate_argnums=donated, compiler_options=compiler_options, **options
             )
         return self._known[key], args
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given as drawn, strategies as st
+from hypothesis import given as for_all, strategies as st
 
 import curvax
 from curvature.blocks.states import EKFAC
@@ -57,7 +57,7 @@ class TestCorrected:
         own = np.flatnonzero(known.numbers() == 0)
         return [np.asarray(matrix)[np.ix_(own, own)] for matrix in (kfac, before, corrected, truth)]
 
-    @drawn(seed=st.integers(0, 1000))
+    @for_all(seed=st.integers(0, 1000))
     def test_it_is_no_further_from_the_truth(self, model, loss, seed):
         kfac, _, corrected, truth = self.found(model, loss, seed)
         far, near = np.linalg.norm(kfac - truth), np.linalg.norm(corrected - truth)

@@ -357,7 +357,7 @@ def test_some_of_the_examples(name, kind):
 
 
 def test_layers_of_a_stack():
-    """The axis for the layers of a stack stays in front."""
+    """The axis for the layers of a stack stays the leading axis."""
     change = lambda data, size: (both(data, lambda x: x[:, :2]), 2)
     assert_same(*matrices("stack", KRONECKER, change, slice(2)), 1e-9, 1e-10)
 

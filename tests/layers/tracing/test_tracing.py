@@ -131,7 +131,7 @@ def test_a_perturbed_model():
 
 
 class TestMergedLosses:
-    """A loss in a loop, or in vmap, is one with the axes in front merged into the batch."""
+    """A loss in a loop, or in vmap, is one with the leading axes merged into the batch."""
 
     @staticmethod
     def losses(f, *args):
@@ -255,7 +255,7 @@ class TestOtherArguments:
 
 
 class TestVectorsInVmap:
-    """Inside of vmap, a vector is the prediction for one example."""
+    """Inside vmap, a vector is the prediction for one example."""
 
     def test_values(self):
         f = lambda w, x: jax.vmap(lambda x: curvax.register_squared_error_loss(x @ w, 0 * x @ w))(x)

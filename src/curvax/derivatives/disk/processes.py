@@ -63,7 +63,7 @@ class ProcessGroup:
         if self.count == 1 or self.axis is None:
             return x
         replicated = self.axis.sharding(None)
-        put = lambda leaf: jax.device_put(_jax.gathered_whole(leaf), replicated)
+        put = lambda leaf: jax.device_put(_jax.gathered_to_host(leaf), replicated)
         return jax.tree.map(put, x)
 
     def all_or_none(self, step: Callable[[], T], what: str) -> T:
@@ -86,9 +86,9 @@ class ProcessGroup:
             )
         return cast(T, result)
 
-    def sent_by_first(self, numbers: NDArray[Any]) -> NDArray[Any]:
+    def broadcast_from_first(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Return the numbers of the first process; those of the others must have the same shape."""
-        return numbers if self.count == 1 else np.asarray(_jax.sent_by_first(numbers))
+        return numbers if self.count == 1 else np.asarray(_jax.broadcast_from_first(numbers))
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until all blocks are done, and all processes know it.

@@ -469,7 +469,7 @@ class BlockStore:
         return [index for index in done if not is_intact(index)]
 
     def _discard_damaged(self, verify: bool) -> None:
-        """Remove the marks of damaged blocks, with a warning, so that they are computed again."""
+        """Unmark damaged blocks as done, with a warning, so that they are computed again."""
         damaged = self.damaged(verify)
         if not damaged:
             return

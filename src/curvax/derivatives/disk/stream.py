@@ -299,7 +299,7 @@ def _traced(fun: Fun, x: PyTree, path: Path, options: Options) -> tuple[_jax.Clo
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     else:
         with _jax.no_mesh():
-            plain = jax.tree.map(_jax.unplaced, x)
+            plain = jax.tree.map(_jax.without_sharding, x)
             program, shapes = jax.make_jaxpr(fun, return_shape=True)(plain)
     if any(map(_jax.is_tracer, program.consts)):
         raise ValueError(f"{where()}: {_NOT_TRACED.format(path)}")
@@ -340,7 +340,7 @@ def _opened(
         lambda: open_first() if processes.is_first else None, "opening the store"
     )
     chosen = np.array(0 if store is None else store.block_size, np.int32)
-    size = int(processes.sent_by_first(chosen))
+    size = int(processes.broadcast_from_first(chosen))
     return processes.all_or_none(
         lambda: store or wanted.joined(size, processes.index), "opening the store"
     )
@@ -354,7 +354,7 @@ def _write_unfinished(
         return
     missing = np.zeros(store.num_blocks, np.uint8)
     missing[store.unfinished()] = 1
-    unfinished = np.flatnonzero(processes.sent_by_first(missing)).tolist()
+    unfinished = np.flatnonzero(processes.broadcast_from_first(missing)).tolist()
     assigned, left = unfinished[processes.index :: processes.count], len(unfinished)
     bar = Progress(where().partition(".")[2], store.num_blocks, store.num_blocks - left)
 

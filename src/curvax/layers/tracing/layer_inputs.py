@@ -67,7 +67,7 @@ def layer_tags_vjp(
         replicated values are sums over devices, as those of `jax.vjp` are.
 
     Raises:
-        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+        RegistrationError: If no loss is registered, or one was dropped or has no derivative in any
             parameter; if no loss depends on some parameter, or one is in several layers.
         ValueError: If a later call traces to a different jaxpr, or if the outputs of a layer are
             replicated while its losses differ from device to device.

@@ -180,7 +180,7 @@ def loss_tags_vjp(
         a sequence for each loss, with one array for each of its `parameter_dependants`.
 
     Raises:
-        RegistrationError: If `func` registers no loss, or one was lost.
+        RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -213,7 +213,7 @@ def loss_tags_jvp(
         of its `parameter_dependants`.
 
     Raises:
-        RegistrationError: If `func` registers no loss, or one was lost.
+        RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -247,7 +247,7 @@ def loss_tags_hvp(
         returns `(product, losses)`: a pytree like the parameters, and a tuple of `LossFunction`s.
 
     Raises:
-        RegistrationError: If `func` registers no loss, or one was lost.
+        RegistrationError: If `func` registers no loss, or JAX dropped one while tracing.
         ValueError: If a loss has no targets.
 
     Examples:

@@ -259,8 +259,8 @@ class ProcessedJaxpr:
             The processed jaxpr.
 
         Raises:
-            RegistrationError: If no loss is registered, or one was lost or has no derivative in any
-                parameter; or if a parameter is in no layer and that is not allowed.
+            RegistrationError: If no loss is registered, or one was dropped or has no derivative in
+                any parameter; or if a parameter is in no layer and that is not allowed.
 
         Examples:
             >>> import jax.numpy as jnp

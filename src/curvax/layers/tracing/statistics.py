@@ -189,7 +189,7 @@ def layer_statistics(
         pass.
 
     Raises:
-        RegistrationError: If no loss is registered, or one was lost or has no derivative in any
+        RegistrationError: If no loss is registered, or one was dropped or has no derivative in any
             parameter; if no loss depends on some parameter, or one is in several layers.
         ValueError: If statistics of the same name differ in shape from use to use, or are not of a
             real type; or if the outputs of a layer are replicated while its losses differ from
