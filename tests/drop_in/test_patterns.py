@@ -256,3 +256,95 @@ def test_what_is_not_documented_says_so(name):
     required = [values.get(p.annotation) for p in arguments if p.default is p.empty]
     with pytest.raises(NotImplementedError, match="does not describe"):
         func(*required)
+
+
+def energy_of(local_energy):
+    """An energy with a rule of its own, which registers the logarithm of the wavefunction."""
+
+    def log_psi(params, x):
+        return jax.vmap(one_walker, in_axes=(None, 0))(params, x)[:, 0]
+
+    @jax.custom_jvp
+    def energy(params, x):
+        return jnp.mean(local_energy(log_psi(params, x), x))
+
+    @energy.defjvp
+    def rule(primals, tangents):
+        params, x = primals
+        value, slope = jax.jvp(log_psi, (params, x), (tangents[0], jnp.zeros_like(x)))
+        REGISTER(value[:, None])
+        each = local_energy(value, x)
+        return jnp.mean(each), jnp.mean((each - jnp.mean(each)) * slope)
+
+    return energy
+
+
+def hand_made_value_and_grad(params, x):
+    energy = energy_of(lambda value, x: value**2 + jnp.sum(x**2, axis=(1, 2)))
+    return jax.value_and_grad(energy)(params, x)
+
+
+def step(**options):
+    optimizer = curvax.Optimizer(
+        hand_made_value_and_grad,
+        l2_reg=0.0,
+        learning_rate_schedule=lambda step: 0.1,
+        momentum_schedule=lambda step: 0.0,
+        damping_schedule=lambda step: 1e-2,
+        estimation_mode="fisher_exact",
+        inverse_update_period=1,
+        num_burnin_steps=0,
+        donate_buffers=False,
+        **options,
+    )
+    state = optimizer.init(PARAMS, key(2), X)
+    params, _, _ = optimizer.step(PARAMS, state, key(3), batch=X)
+    return params, {row.block for row in optimizer.estimator.report().rows}
+
+
+class WalkerDense(curvax.DenseTwoKroneckerFactored):
+    """A block of one's own for repeated dense layers: each use counts as an example."""
+
+    def fixed_scale(self):
+        ((batch, *repeats, _),) = self.inputs_shapes
+        del batch
+        return float(np.prod(repeats))
+
+    def update_curvature_matrix_estimate(
+        self, state, estimation_data, ema_old, ema_new, batch_size, pmap_axis_name
+    ):
+        (x,), (dy,) = estimation_data["inputs"], estimation_data["outputs_tangents"]
+        assert x.shape[0] == batch_size
+        data = {
+            **estimation_data,
+            "inputs": (x.reshape(-1, x.shape[-1]),),
+            "outputs_tangents": (dy.reshape(-1, dy.shape[-1]),),
+        }
+        return super().update_curvature_matrix_estimate(
+            state, data, ema_old, ema_new, x.size // x.shape[-1], pmap_axis_name
+        )
+
+
+def test_a_rule_of_ones_own_with_a_pattern_and_a_block_of_ones_own():
+    with as_users_run():
+        plain, _ = step()
+        given = {"graph_patterns": patterns(dense, "walker_dense")}
+        blocks = {"walker_dense": WalkerDense}
+        own, names = step(auto_register_kwargs=given, layer_tag_to_block_ctor=blocks)
+    assert names == {"WalkerDense", "DenseTwoKroneckerFactored"}
+    for name, before in PARAMS.items():
+        assert jnp.max(jnp.abs(plain[name] - before)) > 1e-4
+        np.testing.assert_allclose(own[name], plain[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_block_for_a_tag_that_the_model_does_not_have_is_accepted():
+    estimator = curvax.BlockDiagonalCurvature(
+        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"walker_dense": WalkerDense}
+    )
+    estimator.finalize((PARAMS["w"], X[:, 0]))
+    assert estimator.num_blocks == 1
+    misspelt = curvax.BlockDiagonalCurvature(
+        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"walker_dens": WalkerDense}
+    )
+    with pytest.raises(ValueError, match="no block is known for the tag 'walker_dens_tag'"):
+        misspelt.finalize((PARAMS["w"], X[:, 0]))
