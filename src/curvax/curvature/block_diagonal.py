@@ -44,6 +44,7 @@ from curvax.curvature.blocks.base import (
     LayerEquation,
     Powers,
     present,
+    scope_of,
 )
 from curvax.curvature.blocks.defaults import DEFAULT_BLOCKS, default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
@@ -721,7 +722,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         requests = {
             n: all_blocks[n].cache_requests(present(states[n]), x) for n, x in refreshes.items()
         }
-        results = run_matrix_tasks(requests, axis)
+        results = self._run_matrix_tasks(requests, axis)
         for n, refresh in refreshes.items():
             states[n] = all_blocks[n].with_cache(present(states[n]), results[n], refresh)
         return replace(state, blocks_states=tuple(states))
@@ -985,12 +986,27 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         def task(index: int) -> Callable[[], Sequence[Array]]:
             block, block_state = self._structure.blocks[index], state.blocks_states[index]
             vector, weight = vectors[index], weights[index]
-            return lambda: block.multiply_matpower(present(block_state), vector, weight, *options)
+
+            def product() -> Sequence[Array]:
+                with scope_of(block):
+                    return block.multiply_matpower(present(block_state), vector, weight, *options)
+
+            return product
 
         work = [self._structure.blocks[index].multiply_work for index in self._replicated]
         axis = axis if self._distributed_multiplies else None
         products = run_assigned([task(index) for index in self._replicated], work, axis)
         return dict(zip(self._replicated, products, strict=True))
+
+    def _run_matrix_tasks(self, requests: dict[int, PyTree], axis: str | None) -> dict[int, PyTree]:
+        """Run the tasks of each block in its scope; on several devices all are run together."""
+        if axis is not None:
+            return run_matrix_tasks(requests, axis)
+        results = {}
+        for n, request in requests.items():
+            with scope_of(self._structure.blocks[n]):
+                results[n] = run_matrix_tasks(request)
+        return results
 
     def _update_averages(
         self,
@@ -1004,7 +1020,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         for n in self._replicated:
             block = self._structure.blocks[n]
             weights = update.averaging
-            states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *weights)
+            with scope_of(block):
+                states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *weights)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:

@@ -118,6 +118,7 @@ class Preconditioner:
         """Return the state before the first step."""
         return self.estimator.init(rng, func_args, *self.cached_powers)
 
+    @jax.named_scope("update_curvature")
     def update_curvature(
         self,
         state: EstimatorState,
@@ -177,6 +178,7 @@ class Preconditioner:
             ),
         )
 
+    @jax.named_scope("update_inverses")
     def update_inverses_if_due(
         self, state: EstimatorState, step: Array, is_stale: Array, damping: Array
     ) -> EstimatorState:
@@ -198,6 +200,7 @@ class Preconditioner:
                 state = run_if(due, functools.partial(update, indices), state)
         return state
 
+    @jax.named_scope("precondition")
     def apply(self, state: EstimatorState, gradient: PyTree, damping: Array) -> PyTree:
         """Return the preconditioned gradient, by the inverses in the cache."""
         return self.estimator.multiply_matpower(
