@@ -32,6 +32,7 @@ from curvax.layers.detection.program import (
 from curvax.layers.detection.tagging import (
     LocatedExamples,
     TagUses,
+    can_tag,
     describe_uses,
     is_loss,
     tag_generic,
@@ -199,6 +200,7 @@ def register(
         for pattern in options.patterns
         if not pattern.is_default and pattern.name not in options.skipped
         for match in matches(pattern, needed, found.is_param, options.comparator)
+        if can_tag(match)
     ]
     layers = build_layers(found, options.all_skipped, options.only_generic, matched)
     registration = Registration(
