@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 DAMPING = 0.1
+FLAGS = (False, True)
 # kfac_jax computes "2_norm" of large matrices only.
 NORMS = ("avg_diag", "1_norm", "avg_fro")
 
@@ -130,12 +131,12 @@ def described(k, estimator, state, norms=NORMS):
         ],
         "dense": estimator.to_dense_matrix(state),
         "eigenvalues": [
-            jnp.sort(block.eigenvalues(block_state, cached).reshape(-1)) for cached in (False, True)
+            jnp.sort(block.eigenvalues(block_state, cached).reshape(-1)) for cached in FLAGS
         ],
-        "scale": [block.scale(block_state, cached) for cached in (False, True)],
+        "scale": [block.scale(block_state, cached) for cached in FLAGS],
         "norms": [block.norm(block_state, name) for name in norms],
         "product": product(1, True, False),
-        "inverse": [product(-1, exact, cached) for exact in (0, 1) for cached in (0, 1)],
+        "inverse": [product(-1, exact, cached) for exact in FLAGS for cached in FLAGS],
         "shapes": [block.parameters_shapes, block.inputs_shapes, block.outputs_shapes, block.dim],
     }
 
@@ -221,7 +222,6 @@ def properties(k):
         estimator.params_structure_vector_of_indices,
         [list(indices) for indices in estimator.indices_to_block_map],
         estimator.param_order,
-        estimator.compute_func_from_registered((DENSE.params, DENSE.batch), DENSE.size),
         block.array_shape,
         block.array_ndim,
         block.number_of_parameters,
@@ -256,7 +256,9 @@ def rearranged(k):
     one = jax.tree.map(lambda x: x[:1], model.batch)
     model = dataclasses.replace(model, batch=one)
     block = functools.partial(k.NaiveTNT, parameters_specs=specs)
-    return described(k, *updated(k, model, block))
+    found = described(k, *updated(k, model, block))
+    del found["dense"]  # That of kfac_jax has the wrong shape.
+    return found
 
 
 def without_conv_bias(k, params, batch):

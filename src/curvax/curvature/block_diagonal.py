@@ -334,6 +334,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         default_block_ctor: Maps the name of a tag to the class of blocks for layers that neither
             `layer_tag_to_block_ctor` nor `index_to_block_ctor` names. By default
             `get_default_tag_to_block_ctor`.
+        divide_empirical_by_batch_size: Whether to divide the estimates of `fisher_empirical` by the
+            batch size once more, as kfac_jax does: then they are the mean over examples of the
+            outer products of gradients, divided by the number of examples.
         auto_register_kwargs: Further options of layer detection, such as `graph_patterns`,
             `patterns_to_skip`, `strict` or `allow_unused_params`; see `curvax.auto_register_tags`.
 
@@ -380,6 +383,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         should_vmap_samples: bool = False,
         func_and_grad: Fun | None = None,
         default_block_ctor: Callable[[str], BlockCtor] = default_block_ctor,
+        divide_empirical_by_batch_size: bool = False,
         **auto_register_kwargs: Any,
     ) -> None:
         super().__init__(func, params_index, default_estimation_mode)
@@ -387,6 +391,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         self._should_vmap_samples = should_vmap_samples
         self._func_and_grad = func_and_grad
         self._default_block_ctor = default_block_ctor
+        self._divides_empirical = divide_empirical_by_batch_size
         self._tag_ctors = {
             full_name(name): ctor for name, ctor in (layer_tag_to_block_ctor or {}).items()
         }
@@ -958,6 +963,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         layers, states = self._layers(func_args), state.blocks_states
         local = self._local_batch(func_args, update)
         randomness = sample_randomness(layers.at, mode, rng, local, self._num_samples)
+        if self._divides_empirical and mode == "fisher_empirical":
+            root = jnp.sqrt(jnp.asarray(update.batch_size, jnp.float32))
+            randomness = [signs / root for signs in randomness]
         if any(block.has_own_update for block in layers.blocks):
             self._check_no_microbatches()
             passes = num_passes(mode, randomness)

@@ -120,6 +120,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalCurvatureState]):
             should_vmap_samples=should_vmap_samples,
             func_and_grad=func_and_grad,
             default_block_ctor=default_block_ctor,
+            divide_empirical_by_batch_size=True,
             **(auto_register_kwargs or {}),
         )
 

@@ -119,7 +119,8 @@ class WeightedMovingAverage(_MovingAverage, Generic[TArrayTree]):
 
     def __init__(self, weight: Numeric, value: TArrayTree | None):
         self.weight = jnp.asarray(weight)
-        self.raw_value = None if value is None else scalar_mul(value, self.weight)
+        weighted = lambda x: x * self.weight.astype(jnp.result_type(x))
+        self.raw_value = None if value is None else jax.tree.map(weighted, value)
         self.refused = jnp.zeros((), jnp.int32)
 
     @classmethod
