@@ -9,7 +9,10 @@ import jax
 from jax.typing import ArrayLike
 
 from curvax._types import Array as Array, PyTree
-from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
+from curvax.kfac_jax.curvature_estimator.block_diagonal import (
+    BlockDiagonalCurvature as BlockDiagonalCurvature,
+)
+from curvax.kfac_jax.estimator_adapter import EstimatorAdapter, estimator_ctor
 from curvax.kfac_jax.stacked_devices import StackedDevices
 from curvax.kfac_jax.utils.staging import WithStagedMethods
 from curvax.kfac_jax.utils.states import State
@@ -229,9 +232,6 @@ class Optimizer(_Optimizer, WithStagedMethods):
       rows. Learning rate, momentum and damping may have it. The function runs on the rows of one
       device, under a mapped axis called `pmap_axis_name`.
 
-    Further options of `curvax.Optimizer` are attributes that can be set before the first use, as in
-    `optimizer.memory_budget = "2GiB"`.
-
     Examples:
         >>> import jax
         >>> import jax.numpy as jnp
@@ -302,7 +302,7 @@ class Optimizer(_Optimizer, WithStagedMethods):
         patterns_to_skip: Sequence[str] = (),
         use_automatic_registration: bool = True,
         auto_register_kwargs: dict[str, Any] | None = None,
-        layer_tag_to_block_ctor: dict[str, BlockCtor] | None = None,
+        layer_tag_to_block_ctor: dict[str, Callable[..., Any]] | None = None,
         multi_device: bool = False,
         debug: bool = False,
         invalid_metric_value: Numeric = float("nan"),
@@ -381,7 +381,7 @@ class Optimizer(_Optimizer, WithStagedMethods):
             precon_damping_mult=precon_damping_mult,
             precon_damping_schedule=precon_damping_schedule,
             exact_quad_model_matrix_type=exact_quad_model_matrix_type,
-            custom_estimator_ctor=custom_estimator_ctor,
+            custom_estimator_ctor=estimator_ctor(custom_estimator_ctor),
             use_automatic_registration=use_automatic_registration,
             should_vmap_estimator_samples=should_vmap_estimator_samples,
             norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
@@ -407,6 +407,12 @@ class Optimizer(_Optimizer, WithStagedMethods):
     def finalized(self) -> bool:
         """Whether the function is traced."""
         return self._core is not None
+
+    @property
+    def estimator(self) -> Any:
+        """The curvature estimator, once the function is traced."""
+        estimator = self._traced.preconditioner.estimator
+        return estimator.adapted if isinstance(estimator, EstimatorAdapter) else estimator
 
     def _make_devices(self, config: OptimizerConfig, axis: str) -> Devices:
         """Return the local devices, for arguments with a leading axis of them."""
