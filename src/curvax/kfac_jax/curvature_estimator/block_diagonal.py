@@ -121,7 +121,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalCurvatureState]):
             func_and_grad=func_and_grad,
             default_block_ctor=default_block_ctor,
             divide_empirical_by_batch_size=True,
-            **(auto_register_kwargs or {}),
+            # kfac_jax leaves parameters that no loss depends on alone.
+            **{"allow_unused_params": True, **(auto_register_kwargs or {})},
         )
 
     @property
