@@ -211,12 +211,40 @@ def test_a_variant_must_be_named():
 
 
 def test_names_of_default_patterns_can_be_skipped():
+    func = lambda params, x: REGISTER(jnp.sum(jnp.tanh(x @ params["w"]), axis=1) @ params["out"])
+    names = ["repeated[1]_dense_no_bias_no_reshape", "conv2d_with_bias"]
+    given = {name: PARAMS[name] for name in ("w", "out")}
     with as_users_run():
-        tagged = matcher.auto_register_tags(
-            together, (PARAMS, X), patterns_to_skip=["repeated[1]_dense_with_bias_with_reshape"]
-        )
-        labels = tagged._param_labels[tagged._func_graph.params_vars[2]]
-    assert labels == ["Auto[tag_variant=repeated_dense(0)]"]  # Without its bias.
+        tagged = matcher.auto_register_tags(func, (given, X), patterns_to_skip=names)
+    labels = [tagged._param_labels[v] for v in tagged._func_graph.params_vars]
+    assert labels == [["Auto[tag_variant=dense(0)]"], ["Auto[tag_variant=generic(0)]"]]
+
+
+def test_repeated_layers_of_any_number_of_axes_have_the_same_curvature():
+    """The tag selects a block; what the layer computes is known as for any dense layer."""
+
+    def attention(params, x):
+        y = jnp.einsum("btd,dhk->bthk", x, params["w"]) + params["b"]
+        return REGISTER(jnp.sum(jnp.einsum("bthk,hkd->btd", jnp.tanh(y), params["o"]), axis=1))
+
+    shapes = {"w": (3, 2, 4), "b": (2, 4), "o": (2, 4, 3)}
+    params = {name: jax.random.normal(key(k), s) for k, (name, s) in enumerate(shapes.items())}
+    matrices = []
+    with as_users_run():
+        for options in (
+            {},
+            {
+                "graph_patterns": matcher.DEFAULT_GRAPH_PATTERNS,
+                "layer_tag_to_block_ctor": {"repeated_dense": curvax.DenseTwoKroneckerFactored},
+            },
+        ):
+            estimator = curvax.BlockDiagonalCurvature(attention, **options)
+            state = estimator.init(key(4), (params, X), None, None)
+            state = estimator.update_curvature_matrix_estimate(
+                state, 0.0, 1.0, len(X), key(5), (params, X), None, "fisher_exact"
+            )
+            matrices.append(estimator.to_dense_matrix(state))
+    np.testing.assert_allclose(matrices[1], matrices[0], rtol=1e-10)
 
 
 def test_tagged_functions_name_the_layers_of_parameters():
