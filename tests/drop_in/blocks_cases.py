@@ -101,15 +101,19 @@ def updated(k, model, block, mode="ggn_exact", **options):
     estimator = k.BlockDiagonalCurvature(
         func, layer_tag_to_block_ctor={model.tag: block}, **options
     )
-    key, args = jax.random.PRNGKey(0), (model.params, model.batch)
-    state = estimator.init(key, args, -1, -1, True)
-    for scale in (1.0, 0.5):
-        inputs, targets = model.batch
-        args = model.params, (inputs * np.float32(scale), targets)
-        state = estimator.update_curvature_matrix_estimate(
-            state, 0.9, 0.1, DAMPING, model.size, key, args, mode
-        )
-    return estimator, estimator.update_cache(state, DAMPING, -1, -1, True, None)
+    estimator.finalize((model.params, model.batch))
+
+    def run(params, batch):
+        key = jax.random.PRNGKey(0)
+        state = estimator.init(key, (params, batch), -1, -1, True)
+        for scale in (1.0, 0.5):
+            args = params, (batch[0] * np.float32(scale), batch[1])
+            state = estimator.update_curvature_matrix_estimate(
+                state, 0.9, 0.1, DAMPING, model.size, key, args, mode
+            )
+        return estimator.update_cache(state, DAMPING, -1, -1, True, None)
+
+    return estimator, jax.jit(run)(model.params, model.batch)
 
 
 def averages(k, state):
@@ -120,6 +124,10 @@ def averages(k, state):
 
 def described(k, estimator, state, norms=NORMS):
     """Return what can be asked of an estimator with one block."""
+    return jax.jit(lambda state: _described(k, estimator, state, norms))(state)
+
+
+def _described(k, estimator, state, norms):
     (block,), (block_state,) = estimator.blocks, state.blocks_states
     params = estimator.blocks_vectors_to_params_vector(
         [[jnp.asarray(normal(7 + n, *s)) for n, s in enumerate(block.parameters_shapes)]]

@@ -164,7 +164,7 @@ class OwnArray(Dictionary):
     def update_curvature_matrix_estimate(
         self, state, estimation_data, ema_old, ema_new, batch_size
     ):
-        assert self.array_shape == (INPUTS + 1, OUTPUTS) and self.array_ndim == 2
+        assert self.array_shape == (INPUTS + 1, OUTPUTS)
         return super().update_curvature_matrix_estimate(
             state, estimation_data, ema_old, ema_new, batch_size
         )
@@ -229,7 +229,7 @@ def test_default_blocks_are_those_of_the_subpackage():
 
 @pytest.mark.parametrize("block", [curvature_blocks.DenseTwoKroneckerFactored, Newest, Oldest])
 def test_devices(block):
-    """An update inside `shard_map` averages over devices; `sync` does, and twice changes nothing."""
+    """An update under `shard_map` averages over devices; `sync` then changes nothing."""
     estimator = curvature_estimator.BlockDiagonalCurvature(
         model, layer_tag_to_block_ctor={"dense": block}
     )

@@ -243,7 +243,7 @@ def _check_ctors(
     layers, indices = at.processed.layers, at.processed.layer_indices
     present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
-        # A tag of the user's own that this function does not use is fine; a misspelling is not.
+        # A user-defined tag that this function does not use is fine; a misspelling is not.
         if name not in present and get_close_matches(name, DEFAULT_BLOCKS, cutoff=0.9):
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, dataclass_transform, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ def _as_dataclass(cls: type[Any]) -> Any:
     return cls
 
 
+@dataclass_transform()
 def register_state_class(class_type: type[C]) -> type[C]:
     """Make a class a dataclass whose fields are the children of a pytree."""
     made = dataclasses.dataclass(class_type)
