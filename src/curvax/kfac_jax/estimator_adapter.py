@@ -70,14 +70,14 @@ class EstimatorAdapter(CoreEstimator):
         pmap_axis_name: str | None,
         estimation_mode: str | None = None,
         *,
-        identity_weight: IdentityWeight = 0.0,
+        identity_weight: ArrayLike = 0.0,
     ) -> BlockDiagonalState:
         """Update the moving averages of all blocks with the curvature at these arguments."""
         updated = self.adapted.update_curvature_matrix_estimate(
             state=_adapted(state),
             ema_old=ema_old,
             ema_new=ema_new,
-            identity_weight=_uniform(identity_weight),
+            identity_weight=identity_weight,
             batch_size=batch_size,
             rng=rng,
             func_args=func_args,

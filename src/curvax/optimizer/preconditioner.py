@@ -144,7 +144,7 @@ class Preconditioner:
             rng,
             func_args,
             self.axis,
-            identity_weight=0.0 if damping is None else self.weights(damping),
+            identity_weight=0.0 if damping is None else self._with_l2(damping),
         )
 
     def update_curvature_if_due(
@@ -222,12 +222,15 @@ class Preconditioner:
         one = jnp.ones((), scalar_dtype(vector))
         return linear_combination([one, one], [product, l2_product(self.config, vector)])
 
+    def _with_l2(self, damping: ArrayLike) -> Array:
+        return damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+
     def weights(self, damping: ArrayLike) -> IdentityWeight:
         """Return the multiple of the identity that is added to each block.
 
         The regulariser counts for all parameters of a block if it applies to any of them.
         """
-        with_l2 = damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        with_l2 = self._with_l2(damping)
         if not self.config.regularized_parameters_path_exclusions:
             return with_l2
         return [
