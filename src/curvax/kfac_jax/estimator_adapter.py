@@ -186,7 +186,7 @@ def estimator_ctor(
 
 def _uniform(identity_weight: IdentityWeight) -> ArrayLike:
     """Return the same weight for all blocks: parameters without L2 do not count in kfac_jax."""
-    if isinstance(identity_weight, list | tuple):
+    if isinstance(identity_weight, Sequence):
         return functools.reduce(jnp.maximum, identity_weight)
     return identity_weight
 
@@ -197,7 +197,8 @@ def _scaling(norm_type: str | None) -> dict[str, str]:
 
 
 def _adapted(state: BlockDiagonalState) -> BlockDiagonalCurvatureState:
-    return BlockDiagonalCurvatureState(jnp.asarray(True), state.blocks_states)
+    make: Any = BlockDiagonalCurvatureState
+    return make(synced=jnp.asarray(True), blocks_states=state.blocks_states)
 
 
 def _core(state: BlockDiagonalCurvatureState) -> BlockDiagonalState:

@@ -35,7 +35,7 @@ class OptaxPreconditionState(NamedTuple):
         estimator_state: The state of the curvature estimator.
     """
 
-    count: Array
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]  As in kfac_jax.
     estimator_state: BlockDiagonalCurvatureState
 
 
@@ -313,7 +313,8 @@ class OptaxPreconditioner:
             del params, extra_args
             return multiply(updates, precond_state), state
 
-        return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+        update_fn: Any = update
+        return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
 def _is_due(count: Array, period: int) -> Array | bool:

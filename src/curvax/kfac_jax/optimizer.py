@@ -83,7 +83,7 @@ def make_func_args(
 
 
 def extract_func_outputs(
-    raw_outputs: FuncOutputs, has_aux: bool, has_state: bool
+    raw_outputs: Any, has_aux: bool, has_state: bool
 ) -> tuple[Array, FuncState | None, FuncAux | None]:
     """Return loss, state of the function and `aux`, from what the function returns.
 
@@ -141,7 +141,8 @@ def convert_value_and_grad_to_clean_value_and_grad(
     """
 
     def clean(*args: Any, **kwargs: Any) -> tuple[Array, PyTree]:
-        value, grads = value_and_grad_func(*args, **kwargs)
+        result: Any = value_and_grad_func(*args, **kwargs)
+        value, grads = result
         return (value[0] if has_aux else value), grads
 
     return clean
@@ -216,7 +217,7 @@ def _joined(path: str) -> str:
     return "/".join(re.findall(r"[^\[\]'.]+", path))
 
 
-class Optimizer(_Optimizer, WithStagedMethods):
+class Optimizer(_Optimizer, WithStagedMethods):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The K-FAC optimizer, with the arguments and defaults of kfac_jax 0.0.8.
 
     Equal to `curvax.Optimizer`, whose documentation describes all arguments, except for this:

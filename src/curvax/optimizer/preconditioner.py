@@ -223,7 +223,8 @@ class Preconditioner:
         return linear_combination([one, one], [product, l2_product(self.config, vector)])
 
     def _with_l2(self, damping: ArrayLike) -> Array:
-        return damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        l2_reg = jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        return jnp.asarray(damping) + l2_reg
 
     def weights(self, damping: ArrayLike) -> IdentityWeight:
         """Return the multiple of the identity that is added to each block.

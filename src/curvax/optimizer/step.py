@@ -132,7 +132,7 @@ class Statistics(NamedTuple):
     norms: bool = False
     per_param_norms: bool = False
     registered_loss: bool = False
-    invalid_value: Number = float("nan")
+    invalid_value: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -612,7 +612,8 @@ class KFAC:
         func_args: Sequence[PyTree],
         batch_size: Array,
     ) -> Stats:
-        invalid = jnp.asarray(self.statistics.invalid_value, damping.dtype)
+        invalid_value = self.statistics.invalid_value
+        invalid = jnp.asarray(jnp.nan if invalid_value is None else invalid_value, damping.dtype)
         has_loss, has_change = outcome.has_new_loss, outcome.has_change
         stats: Stats = {
             "step": after.step_counter - 1,
