@@ -253,6 +253,15 @@ PRIVATE_IN_TESTS = {
     "losses/test_register_loss.py": {"function_loss._tags": "what is kept is counted"},
     "maps/test_plan.py": {"curvax._slicing.Column": "rows of a chunk may be strided"},
     "memory/test_available.py": {"curvax.memory.budget._of_host": "files below another root"},
+    "drop_in/tags_cases.py": {"k.tag_graph_matcher._dense": "clients of kfac_jax call it"},
+    "drop_in/test_patterns.py": {
+        "matcher._dense": "clients of kfac_jax call it",
+        "matcher._dense_parameter_extractor": "clients of kfac_jax call it",
+        "matcher._normalization_haiku_preprocessor": "clients of kfac_jax pass it",
+        "matcher._scale_and_shift_parameter_extractor": "clients of kfac_jax call it",
+        "tagged._func_graph": "tests of clients read it",
+        "tagged._param_labels": "tests of clients read it",
+    },
     "memory/test_cache.py": {"cache._entries": "what is kept is counted"},
     "memory/test_usage.py": {"curvax._jax": "the same compiler option as for users"},
     "test_errors.py": {

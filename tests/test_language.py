@@ -124,6 +124,8 @@ WITHOUT_EXAMPLE = {
         "total_gradient",
         "unflattened",
         "update_averages",
+        "update_from_data",
+        "update_from_gradient",
         "with_cache",
     },
     "run by an estimator, whose methods of the same names have examples, on each of its blocks": {
@@ -132,6 +134,7 @@ WITHOUT_EXAMPLE = {
         "CurvatureBlock.multiply",
         "CurvatureBlock.multiply_inverse",
         "CurvatureBlock.multiply_matpower",
+        "CurvatureBlock.norm",  # By `block_norms`.
         "CurvatureBlock.to_dense_matrix",
         "CurvatureBlock.update_cache",
         "CurvatureBlock.update_curvature_matrix_estimate",

@@ -1,5 +1,7 @@
 """Complex predictions of real parameters: the curvature of z is Re(O† O), with O = dz/dw."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,3 +217,110 @@ def test_a_complex_loss_is_rejected_with_advice_that_helps():
     with pytest.raises(TypeError, match=r"got complex128\[\]\. Return its real part") as raised:
         optimizer.step(PARAMS, optimizer.init(PARAMS, key(9), X), key(10), batch=X)
     assert "value_func_has_aux" not in str(raised.value)
+
+
+class TestComplexActivations:
+    """Real weights of complex inputs: real layers of real and imaginary parts."""
+
+    PARAMS: ClassVar = {
+        "w": jax.random.normal(key(11), (3, 2)),
+        "out": jax.random.normal(key(12), (2, 1)),
+    }
+    X = jax.random.normal(key(13), (7, 4, 3))
+
+    @staticmethod
+    def dense(x, params):
+        w, *bias = params
+        y = lax.dot_general(x, w.astype(complex), (((x.ndim - 1,), (0,)), ((), ())))
+        return y + jnp.broadcast_to(bias[0].astype(complex), y.shape) if bias else y
+
+    def func(self, params, x):
+        z = lax.complex(jnp.sin(x), x)
+        y = jnp.sum(jnp.log(self.dense(z, [params["w"]]) ** 2 + 4), axis=1)
+        return curvax.register_normal_predictive_distribution(self.dense(y, [params["out"]]))
+
+    def patterns(self, *shapes):
+        tag = curvax.LayerTag("complex_dense_tag", num_inputs=1, num_outputs=1)
+        return tuple(
+            curvax.GraphPattern(
+                f"complex_{k}",
+                tag,
+                self.dense,
+                lambda eqns: {},
+                (jnp.zeros(shape, complex), [jnp.zeros(s) for s in params]),
+            )
+            for k, (shape, *params) in enumerate(shapes)
+        )
+
+    def test_weights_are_generic_by_default_and_the_report_says_why(self):
+        report = curvax.explain_registration(self.func, (self.PARAMS, self.X))
+        assert {row.tag for row in report.rows} == {"generic_tag"}
+        assert all("converted to complex128" in row.reason for row in report.rows)
+
+    def test_a_pattern_finds_a_layer_of_both_parts_that_is_exact(self):
+        given = self.patterns(((2, 3, 4), (4, 5)), ((3, 4), (4, 5)))
+        estimator = curvax.BlockDiagonalCurvature(
+            self.func,
+            layer_tag_to_block_ctor={"complex_dense": curvax.DenseFull},
+            graph_patterns=(*given, *curvax.DEFAULT_GRAPH_PATTERNS),
+        )
+        args = self.PARAMS, self.X
+        state = estimator.init(key(7), args, None, None)
+        state = estimator.update_curvature_matrix_estimate(
+            state, 0.0, 1.0, 7, key(0), args, None, "fisher_exact"
+        )
+        flat, unflatten = ravel_pytree(self.PARAMS)
+        of = lambda part: jax.jacrev(lambda w: part(self.func(unflatten(w), self.X)[:, 0]))(flat)
+        full = 2 * sum(s.T @ s for s in (of(jnp.real), of(jnp.imag))) / 7
+        number, _ = ravel_pytree({"out": jnp.zeros((2, 1)), "w": jnp.ones((3, 2))})
+        expected = jnp.where(number[:, None] == number[None], full, 0)
+        assert_same(estimator.to_dense_matrix(state), expected, 1e-9, 1e-10)
+
+    def test_a_block_of_factors_is_that_of_the_real_layer(self):
+        """The same network with an axis of parts that the model has itself."""
+
+        def by_parts(params, x):
+            z = jnp.stack([jnp.sin(x), x], axis=1)
+            y = z @ params["w"]
+            y = jnp.log(lax.complex(y[:, 0], y[:, 1]) ** 2 + 4)
+            y = self.dense(jnp.sum(y, axis=1), [lax.stop_gradient(params["out"])])
+            return curvax.register_normal_predictive_distribution(y)
+
+        def of_parts(params, x):
+            return self.func({**params, "out": lax.stop_gradient(params["out"])}, x)
+
+        options = {"allow_unused_params": True}
+        given = {"graph_patterns": self.patterns(((2, 3, 4), (4, 5)))}
+        blocks = {"complex_dense": curvax.DenseTwoKroneckerFactored}
+        matrices = []
+        for func, more, ctors in ((by_parts, {}, {}), (of_parts, given, blocks)):
+            estimator = curvax.BlockDiagonalCurvature(
+                func, layer_tag_to_block_ctor=ctors, **options, **more
+            )
+            args = {"w": self.PARAMS["w"], "out": self.PARAMS["out"]}, self.X
+            state = estimator.init(key(7), args, None, None)
+            state = estimator.update_curvature_matrix_estimate(
+                state, 0.0, 1.0, 7, key(0), args, None, "fisher_exact"
+            )
+            matrices.append(estimator.to_dense_matrix(state)[2:, 2:])
+        assert jnp.max(jnp.abs(matrices[0])) > 1e-3
+        assert_same(matrices[1], matrices[0], 1e-9, 1e-10)
+
+    def test_a_complex_layer_with_a_bias_is_not_taken_for_one_of_parts(self):
+        def func(params, x):
+            y = self.dense(lax.complex(jnp.sin(x), x), [params["w"], params["b"]])
+            return curvax.register_squared_error_loss(jnp.sum(y, axis=(1, 2)))
+
+        params = {"w": self.PARAMS["w"], "b": jnp.ones(2)}
+        given = self.patterns(((2, 3, 4), (4, 5), (5,)))
+        report = curvax.explain_registration(func, (params, self.X), graph_patterns=given)
+        assert {row.tag for row in report.rows} == {"generic_tag"}
+
+    def test_tags_of_complex_arrays_are_rejected(self):
+        def func(w, x):
+            z = lax.complex(jnp.sin(x), x)
+            y = curvax.register_dense(self.dense(z, [w]), z, w)
+            return curvax.register_squared_error_loss(jnp.sum(y, axis=(1, 2)))
+
+        with pytest.raises(ValueError, match="dense_tag was called with complex arrays"):
+            curvax.explain_registration(func, (self.PARAMS["w"], self.X))

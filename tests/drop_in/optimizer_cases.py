@@ -72,12 +72,10 @@ CASES = {
         BOTH | {"l2_reg": 1.0, "regularized_parameters_path_exclusions": "b,bias"}
     ),
     "norm_constraint": {"norm_constraint": 0.01},
-    "use_exact_inverses": {"use_exact_inverses": True},
+    "use_exact_inverses": {"use_exact_inverses": True, "damping_schedule": lambda step: 0.5},
     "precon_power": {"precon_power": -0.5, "use_exact_inverses": True},
     "curvature_update_period": {"curvature_update_period": 2},
     "estimation_mode": {"estimation_mode": "ggn_exact"},
-    "fisher_empirical": {"estimation_mode": "fisher_empirical"},
-    "register_only_generic": {"register_only_generic": True},
     "num_burnin_steps": {"num_burnin_steps": 3},
     "adaptive damping": ADAPTIVE,
     "adaptive everything": ADAPTIVE | BOTH,
@@ -168,6 +166,8 @@ def plain(tree):
         return {key: plain(x) for key, x in tree.items()}
     if isinstance(tree, list | tuple):
         return [plain(x) for x in tree]
+    if tree is None:
+        return None
     array = np.asarray(tree)
     if array.dtype.kind != "f":
         return array.tolist()

@@ -44,7 +44,8 @@ def repeated(k):
 
 
 def of_loss(loss, vectors, index=(1,)):
-    """What a loss says of itself."""
+    """What a loss says of itself. In kfac_jax, copies forget `normalize_log_prob`."""
+    copies = [loss.copy_with_different_inputs(vectors)]
     return {
         "values": [loss.evaluate(None, mode) for mode in ("regular", "sqrt", "off")],
         "gradients": loss.grad_of_evaluate(None, "regular"),
@@ -56,7 +57,7 @@ def of_loss(loss, vectors, index=(1,)):
         "shape": list(loss.fisher_factor_inner_shape),
         "dtype": str(loss.dtype),
         "leaves": jax.tree.leaves(loss),
-        "copy": loss.copy_with_different_inputs(vectors).evaluate(),
+        "copy": [x.evaluate() for x in copies if getattr(loss, "normalize_log_prob", True)],
     }
 
 

@@ -259,7 +259,11 @@ class TestPmap:
 
 
 class TestVariationalMonteCarlo:
-    """Two particles in a harmonic trap; their ground state has the energy 1."""
+    """Two particles in a harmonic trap; their ground state has the energy 1.
+
+    With exact inverses: the last layer has a factor of size one, to which kfac_jax adds no damping
+    otherwise, and curvax does.
+    """
 
     exact = 1.0
 
@@ -338,6 +342,7 @@ class TestVariationalMonteCarlo:
             num_burnin_steps=0,
             register_only_generic=False,
             estimation_mode="fisher_exact",
+            use_exact_inverses=True,
             multi_device=False,
             **options,
         )
@@ -394,3 +399,45 @@ class TestVariationalMonteCarlo:
             log_psi,
         )
         self.assert_trained_alike(theirs, ours)
+
+
+class TestDifferences:
+    """What the migration page says behaves differently."""
+
+    @staticmethod
+    def loss(params, batch):
+        prediction = jnp.tanh(batch @ params)
+        kfac_jax.register_squared_error_loss(prediction, jnp.ones_like(prediction))
+        return jnp.mean(jnp.sum((prediction - 1) ** 2, axis=-1))
+
+    def optimizer(self, num_burnin_steps=0):
+        constant = lambda value: lambda step: value
+        return kfac_jax.Optimizer(
+            jax.value_and_grad(self.loss),
+            l2_reg=0.0,
+            learning_rate_schedule=constant(0.1),
+            momentum_schedule=constant(0.9),
+            damping_schedule=constant(0.01),
+            num_burnin_steps=num_burnin_steps,
+        )
+
+    def step(self, optimizer, *batches):
+        key, params = jax.random.PRNGKey(0), jnp.eye(3, 2)
+        state = optimizer.init(params, key, batches[0])
+        for batch in batches:
+            params, state, stats = optimizer.step(params, state, key, batch=batch)
+        return np.array(params), stats
+
+    batch = np.linspace(-1.0, 1.0, 24).reshape(8, 3)
+
+    def test_burn_in_without_an_iterator_uses_the_batch(self):
+        params, stats = self.step(self.optimizer(num_burnin_steps=2), self.batch)
+        assert np.isfinite(stats["loss"])
+        assert not np.array_equal(params, np.eye(3, 2))
+
+    def test_a_batch_that_is_not_finite_is_skipped(self):
+        params, _ = self.step(self.optimizer(), self.batch * np.nan)
+        np.testing.assert_array_equal(params, np.eye(3, 2))
+        params, stats = self.step(self.optimizer(), self.batch * np.nan, self.batch)
+        assert np.isfinite(params).all()
+        assert np.isfinite(stats["loss"])

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -174,3 +175,30 @@ def test_defaults_are_written_by_value_or_by_name():
 
     written = described_by.signature(function)
     assert written == "(a, b=1, c=(1, 'x'), *, d=max, e=..., f=None)"
+
+
+PAGE = (ROOT / "docs" / "migrate" / "kfac_jax.md").read_text()
+
+
+def test_every_name_is_on_the_migration_page():
+    written = set(re.findall(r"`([\w.]+)`", PAGE))
+    names = {name for module in MODULES for name in CONTRACT[module]}
+    assert names - written == set()
+
+
+def undetermined() -> set[str]:
+    """The names with which messages of `NotImplementedError` begin."""
+    found = set()
+    for path in (ROOT / "src" / "curvax" / "kfac_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "NotImplementedError":
+                found |= set(re.findall(r"curvax\.kfac_jax\.([\w.]+):", ast.unparse(node)))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_not_made":
+                found |= {ast.literal_eval(node.args[0])}
+    return found
+
+
+def test_what_is_not_determined_is_on_the_migration_page():
+    section = PAGE.split("## What is not determined")[1].split("\n## ")[0]
+    assert len(undetermined()) > 10
+    assert [name for name in undetermined() if name.split(".")[-1] not in section] == []

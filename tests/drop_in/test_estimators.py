@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import curvax
+import curvax.kfac_jax
 from curvax.kfac_jax import curvature_blocks, curvature_estimator
 from helpers import mesh_of
 
@@ -164,13 +165,52 @@ class OwnArray(Dictionary):
     def update_curvature_matrix_estimate(
         self, state, estimation_data, ema_old, ema_new, batch_size
     ):
-        assert self.array_shape == (INPUTS + 1, OUTPUTS) and self.array_ndim == 2
+        assert self.array_shape == (INPUTS + 1, OUTPUTS)
         return super().update_curvature_matrix_estimate(
             state, estimation_data, ema_old, ema_new, batch_size
         )
 
 
+class OwnKronecker(curvature_blocks.KroneckerFactored):
+    """Is not a dense block: has a state, a cache and products of its own."""
+
+    def fixed_scale(self):
+        return float(POSITIONS)
+
+    def _init(self, rng, exact_powers_to_cache, approx_powers_to_cache, cache_eigenvalues):
+        del rng, cache_eigenvalues
+        assert (exact_powers_to_cache, approx_powers_to_cache) == ({-1}, {-1})
+        zeros = curvax.kfac_jax.utils.WeightedMovingAverage.zeros_array
+        sizes = (INPUTS + 1, OUTPUTS)
+        return curvature_blocks.KroneckerFactored.State(
+            cache={"-1": [jnp.zeros((n, n)) for n in sizes]},
+            factors=tuple(zeros((n, n), jnp.float64) for n in sizes),
+        )
+
+    def _update_cache(self, state, identity_weight, exact_powers, approx_powers, eigenvalues):
+        del eigenvalues
+        assert (exact_powers, approx_powers) == ({-1}, {-1})
+        factors = [factor.value for factor in state.factors]
+        inverse = curvax.kfac_jax.utils.pi_adjusted_kronecker_inverse
+        state.cache["-1"] = list(inverse(*factors, damping=identity_weight))
+        return state
+
+    def multiply_matpower(self, state, vector, identity_weight, power, exact_power, use_cached):
+        if power == 1:
+            return super().multiply_matpower(
+                state, vector, identity_weight, power, exact_power, use_cached
+            )
+        assert use_cached
+        inputs, outputs = state.cache["-1"]
+        array = self.parameters_shaped_list_to_array(vector)
+        product = inputs @ array @ outputs / self.fixed_scale()
+        return self.array_to_parameters_shaped_list(product)
+
+    update_curvature_matrix_estimate = OwnFactors.update_curvature_matrix_estimate
+
+
 OWN = [
+    OwnKronecker,
     Newest,
     NewestByPosition,
     Dictionary,
@@ -229,7 +269,7 @@ def test_default_blocks_are_those_of_the_subpackage():
 
 @pytest.mark.parametrize("block", [curvature_blocks.DenseTwoKroneckerFactored, Newest, Oldest])
 def test_devices(block):
-    """An update inside `shard_map` averages over devices; `sync` does, and twice changes nothing."""
+    """An update under `shard_map` averages over devices; `sync` then changes nothing."""
     estimator = curvature_estimator.BlockDiagonalCurvature(
         model, layer_tag_to_block_ctor={"dense": block}
     )
@@ -248,3 +288,43 @@ def test_devices(block):
         check_vma=False,
     )
     assert_as_plain(estimator, jax.jit(run)(*ARGS))
+
+
+def test_a_call_that_no_release_has():
+    estimator = curvature_estimator.BlockDiagonalCurvature(model)
+    estimator.finalize(ARGS)
+    (block,) = estimator.blocks
+    for args, kwargs in (((), {}), ((1, 2, 3, 4, 5, 6), {"batch_size": 7}), ((1,) * 8, {})):
+        with pytest.raises(TypeError, match="takes state, estimation_data, ema_old"):
+            block.update_curvature_matrix_estimate(*args, **kwargs)
+
+
+def test_the_mean_of_registered_losses():
+    def normal_model(params, x):
+        mean = jnp.sum(x @ params["w"] + params["b"][None, None], axis=1)
+        curvax.register_normal_predictive_distribution(mean, 0 * mean, variance=2.0)
+        return jnp.mean(jnp.sum(mean**2 / 4 + jnp.log(4 * jnp.pi) / 2, axis=1))
+
+    estimator = curvature_estimator.BlockDiagonalCurvature(normal_model)
+    found = estimator.compute_func_from_registered(ARGS, BATCH)
+    np.testing.assert_allclose(found, normal_model(*ARGS), rtol=1e-12)
+
+
+def test_before_the_function_is_traced():
+    estimator = curvature_estimator.BlockDiagonalCurvature(model)
+    with pytest.raises(ValueError, match="has not been finalized"):
+        _ = estimator.blocks
+    with pytest.raises(ValueError, match="At least one of `func` and `func_and_grad`"):
+        curvature_estimator.BlockDiagonalCurvature()
+    with pytest.raises(ValueError, match="Unrecognised default_estimation_mode 'exact'"):
+        curvature_estimator.BlockDiagonalCurvature(model, default_estimation_mode="exact")
+    estimator.finalize(ARGS)
+    assert estimator.jaxpr.layer_indices == ((1, 0),)
+
+
+def test_default_blocks_of_tags():
+    defaults = curvature_estimator
+    assert defaults.get_default_tag_to_block_ctor("unknown") is None
+    defaults.set_multi_default_tag_to_block_ctor({"unknown": curvature_blocks.DenseFull})
+    for name in ("unknown", "unknown_tag"):
+        assert defaults.get_default_tag_to_block_ctor(name) is curvature_blocks.DenseFull

@@ -20,6 +20,7 @@ from drop_in import optimizer_cases as cases
 VALUES = json.loads(Path(__file__).with_name("optimizer_values.json").read_text())
 LIBRARY = SimpleNamespace(
     Optimizer=optimizer.Optimizer,
+    BlockDiagonalCurvature=optimizer.BlockDiagonalCurvature,
     register_squared_error_loss=curvax.register_squared_error_loss,
     register_dense=curvax.register_dense,
 )
@@ -46,6 +47,9 @@ def test_seven_steps_are_those_of_kfac_jax(name):
     ):
         assert difference(one, other) < 1e-3
     for key, values in theirs["stats"].items():
+        if values[0] is None:
+            assert ours["stats"][key] == values
+            continue
         np.testing.assert_allclose(ours["stats"][key], values, rtol=1e-3, atol=1e-5, err_msg=key)
 
 

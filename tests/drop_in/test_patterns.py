@@ -211,12 +211,40 @@ def test_a_variant_must_be_named():
 
 
 def test_names_of_default_patterns_can_be_skipped():
+    func = lambda params, x: REGISTER(jnp.sum(jnp.tanh(x @ params["w"]), axis=1) @ params["out"])
+    names = ["repeated[1]_dense_no_bias_no_reshape", "conv2d_with_bias"]
+    given = {name: PARAMS[name] for name in ("w", "out")}
     with as_users_run():
-        tagged = matcher.auto_register_tags(
-            together, (PARAMS, X), patterns_to_skip=["repeated[1]_dense_with_bias_with_reshape"]
-        )
-        labels = tagged._param_labels[tagged._func_graph.params_vars[2]]
-    assert labels == ["Auto[tag_variant=repeated_dense(0)]"]  # Without its bias.
+        tagged = matcher.auto_register_tags(func, (given, X), patterns_to_skip=names)
+    labels = [tagged._param_labels[v] for v in tagged._func_graph.params_vars]
+    assert labels == [["Auto[tag_variant=dense(0)]"], ["Auto[tag_variant=generic(0)]"]]
+
+
+def test_repeated_layers_of_any_number_of_axes_have_the_same_curvature():
+    """The tag selects a block; what the layer computes is known as for any dense layer."""
+
+    def attention(params, x):
+        y = jnp.einsum("btd,dhk->bthk", x, params["w"]) + params["b"]
+        return REGISTER(jnp.sum(jnp.einsum("bthk,hkd->btd", jnp.tanh(y), params["o"]), axis=1))
+
+    shapes = {"w": (3, 2, 4), "b": (2, 4), "o": (2, 4, 3)}
+    params = {name: jax.random.normal(key(k), s) for k, (name, s) in enumerate(shapes.items())}
+    matrices = []
+    with as_users_run():
+        for options in (
+            {},
+            {
+                "graph_patterns": matcher.DEFAULT_GRAPH_PATTERNS,
+                "layer_tag_to_block_ctor": {"repeated_dense": curvax.DenseTwoKroneckerFactored},
+            },
+        ):
+            estimator = curvax.BlockDiagonalCurvature(attention, **options)
+            state = estimator.init(key(4), (params, X), None, None)
+            state = estimator.update_curvature_matrix_estimate(
+                state, 0.0, 1.0, len(X), key(5), (params, X), None, "fisher_exact"
+            )
+            matrices.append(estimator.to_dense_matrix(state))
+    np.testing.assert_allclose(matrices[1], matrices[0], rtol=1e-10)
 
 
 def test_tagged_functions_name_the_layers_of_parameters():
@@ -256,3 +284,95 @@ def test_what_is_not_documented_says_so(name):
     required = [values.get(p.annotation) for p in arguments if p.default is p.empty]
     with pytest.raises(NotImplementedError, match="does not describe"):
         func(*required)
+
+
+def energy_of(local_energy):
+    """An energy with a rule of its own, which registers the logarithm of the wavefunction."""
+
+    def log_psi(params, x):
+        return jax.vmap(one_walker, in_axes=(None, 0))(params, x)[:, 0]
+
+    @jax.custom_jvp
+    def energy(params, x):
+        return jnp.mean(local_energy(log_psi(params, x), x))
+
+    @energy.defjvp
+    def rule(primals, tangents):
+        params, x = primals
+        value, slope = jax.jvp(log_psi, (params, x), (tangents[0], jnp.zeros_like(x)))
+        REGISTER(value[:, None])
+        each = local_energy(value, x)
+        return jnp.mean(each), jnp.mean((each - jnp.mean(each)) * slope)
+
+    return energy
+
+
+def hand_made_value_and_grad(params, x):
+    energy = energy_of(lambda value, x: value**2 + jnp.sum(x**2, axis=(1, 2)))
+    return jax.value_and_grad(energy)(params, x)
+
+
+def step(**options):
+    optimizer = curvax.Optimizer(
+        hand_made_value_and_grad,
+        l2_reg=0.0,
+        learning_rate_schedule=lambda step: 0.1,
+        momentum_schedule=lambda step: 0.0,
+        damping_schedule=lambda step: 1e-2,
+        estimation_mode="fisher_exact",
+        inverse_update_period=1,
+        num_burnin_steps=0,
+        donate_buffers=False,
+        **options,
+    )
+    state = optimizer.init(PARAMS, key(2), X)
+    params, _, _ = optimizer.step(PARAMS, state, key(3), batch=X)
+    return params, {row.block for row in optimizer.estimator.report().rows}
+
+
+class WalkerDense(curvax.DenseTwoKroneckerFactored):
+    """A block of one's own for repeated dense layers: each use counts as an example."""
+
+    def fixed_scale(self):
+        ((batch, *repeats, _),) = self.inputs_shapes
+        del batch
+        return float(np.prod(repeats))
+
+    def update_curvature_matrix_estimate(
+        self, state, estimation_data, ema_old, ema_new, batch_size, pmap_axis_name
+    ):
+        (x,), (dy,) = estimation_data["inputs"], estimation_data["outputs_tangents"]
+        assert x.shape[0] == batch_size
+        data = {
+            **estimation_data,
+            "inputs": (x.reshape(-1, x.shape[-1]),),
+            "outputs_tangents": (dy.reshape(-1, dy.shape[-1]),),
+        }
+        return super().update_curvature_matrix_estimate(
+            state, data, ema_old, ema_new, x.size // x.shape[-1], pmap_axis_name
+        )
+
+
+def test_a_rule_of_ones_own_with_a_pattern_and_a_block_of_ones_own():
+    with as_users_run():
+        plain, _ = step()
+        given = {"graph_patterns": patterns(dense, "walker_dense")}
+        blocks = {"walker_dense": WalkerDense}
+        own, names = step(auto_register_kwargs=given, layer_tag_to_block_ctor=blocks)
+    assert names == {"WalkerDense", "DenseTwoKroneckerFactored"}
+    for name, before in PARAMS.items():
+        assert jnp.max(jnp.abs(plain[name] - before)) > 1e-4
+        np.testing.assert_allclose(own[name], plain[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_block_for_a_tag_that_the_model_does_not_have_is_accepted():
+    estimator = curvax.BlockDiagonalCurvature(
+        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"walker_dense": WalkerDense}
+    )
+    estimator.finalize((PARAMS["w"], X[:, 0]))
+    assert estimator.num_blocks == 1
+    misspelt = curvax.BlockDiagonalCurvature(
+        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"walker_dens": WalkerDense}
+    )
+    with pytest.raises(ValueError, match="no block is known for the tag 'walker_dens_tag'"):
+        misspelt.finalize((PARAMS["w"], X[:, 0]))

@@ -124,6 +124,15 @@ def test_losses_are_pytrees():
             assert isinstance(loss, tracer.LossFunction)
 
 
+def test_copies_of_an_unnormalised_loss_are_unnormalised():
+    make = lambda **options: loss_functions.NormalMeanNegativeLogProbLoss(X, 2 * X, **options)
+    loss = make(normalize_log_prob=False)
+    copy = loss.copy_with_different_inputs((X,))
+    np.testing.assert_allclose(copy.evaluate(), jnp.sum(X**2, axis=1), rtol=1e-12)
+    constant = 1.5 * np.log(np.pi)  # Three entries of variance one half.
+    np.testing.assert_allclose(make().evaluate() - copy.evaluate(), constant, rtol=1e-12)
+
+
 def test_the_data_of_layers_are_pytrees():
     data = tags.LayerData(inputs=(X,), outputs=(W,), params=())
     both = tracer.LayerVjpData(primals=data, tangents=data)

@@ -9,7 +9,7 @@ takes the place of these sums, for all blocks.
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from curvax import _jax
 from curvax._errors import where
 from curvax._types import Array, Fun, PyTree
-from curvax.curvature.blocks.base import BlockState, CurvatureBlock
+from curvax.curvature.blocks.base import BlockState, CurvatureBlock, scope_of
 from curvax.curvature.blocks.data import given_data
 from curvax.curvature.estimation_modes import (
     Cotangents,
@@ -93,10 +93,19 @@ class Layers:
         indices = {layer: index for index, layer in enumerate(self.at.processed.layers)}
 
         def rule(layer: Layer, tag: TaggedUse) -> Mapping[Hashable, Statistic]:
-            index = indices[layer]
-            return self.blocks[index].statistics(tag.use, layer.uses, states[index])
+            block, state = self.blocks[indices[layer]], states[indices[layer]]
+            statistics = block.statistics(tag.use, layer.uses, state)
+            return {key: _in_scope_of(block, each) for key, each in statistics.items()}
 
         return rule
+
+
+def _in_scope_of(block: CurvatureBlock, statistic: Statistic) -> Statistic:
+    def compute(inputs: tuple[Array, ...], cotangents: tuple[Array, ...]) -> PyTree:
+        with scope_of(block):
+            return statistic.compute(inputs, cotangents)
+
+    return replace(statistic, compute=compute)
 
 
 def local_loss_map(
@@ -142,7 +151,8 @@ def sum_of_terms(
                 params = [leaves[k] for k in at.processed.layers[n].params]
                 batch_sums[n] = Sums(of_cotangents=sums.of_cotangents or params)
             else:
-                terms[n] = block.terms(sums, uses[n], states[n])
+                with scope_of(block):
+                    terms[n] = block.terms(sums, uses[n], states[n])
         return terms, batch_sums
 
     if len(passes) == 1 and passes[0].count == 1:

@@ -44,6 +44,7 @@ from curvax.curvature.blocks.base import (
     LayerEquation,
     Powers,
     present,
+    scope_of,
 )
 from curvax.curvature.blocks.defaults import DEFAULT_BLOCKS, default_block_ctor, make_block
 from curvax.curvature.blocks.settings import full_name, get_default_tag_to_block_ctor
@@ -242,7 +243,7 @@ def _check_ctors(
     layers, indices = at.processed.layers, at.processed.layer_indices
     present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
-        # A tag of the user's own that this function does not use is fine; a misspelling is not.
+        # A user-defined tag that this function does not use is fine; a misspelling is not.
         if name not in present and get_close_matches(name, DEFAULT_BLOCKS, cutoff=0.9):
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
@@ -333,6 +334,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         default_block_ctor: Maps the name of a tag to the class of blocks for layers that neither
             `layer_tag_to_block_ctor` nor `index_to_block_ctor` names. By default
             `get_default_tag_to_block_ctor`.
+        divide_empirical_by_batch_size: Whether to divide the estimates of `fisher_empirical` by the
+            batch size once more, as kfac_jax does: then they are the mean over examples of the
+            outer products of gradients, divided by the number of examples.
         auto_register_kwargs: Further options of layer detection, such as `graph_patterns`,
             `patterns_to_skip`, `strict` or `allow_unused_params`; see `curvax.auto_register_tags`.
 
@@ -379,6 +383,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         should_vmap_samples: bool = False,
         func_and_grad: Fun | None = None,
         default_block_ctor: Callable[[str], BlockCtor] = default_block_ctor,
+        divide_empirical_by_batch_size: bool = False,
         **auto_register_kwargs: Any,
     ) -> None:
         super().__init__(func, params_index, default_estimation_mode)
@@ -386,6 +391,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         self._should_vmap_samples = should_vmap_samples
         self._func_and_grad = func_and_grad
         self._default_block_ctor = default_block_ctor
+        self._divides_empirical = divide_empirical_by_batch_size
         self._tag_ctors = {
             full_name(name): ctor for name, ctor in (layer_tag_to_block_ctor or {}).items()
         }
@@ -722,7 +728,7 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         requests = {
             n: all_blocks[n].cache_requests(present(states[n]), x) for n, x in refreshes.items()
         }
-        results = run_matrix_tasks(requests, axis)
+        results = self._run_matrix_tasks(requests, axis)
         for n, refresh in refreshes.items():
             states[n] = all_blocks[n].with_cache(present(states[n]), results[n], refresh)
         return replace(state, blocks_states=tuple(states))
@@ -958,6 +964,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         layers, states = self._layers(func_args), state.blocks_states
         local = self._local_batch(func_args, update)
         randomness = sample_randomness(layers.at, mode, rng, local, self._num_samples)
+        if self._divides_empirical and mode == "fisher_empirical":
+            root = jnp.sqrt(jnp.asarray(update.batch_size, jnp.float32))
+            randomness = [signs / root for signs in randomness]
         if any(block.has_own_update for block in layers.blocks):
             self._check_no_microbatches()
             passes = num_passes(mode, randomness)
@@ -986,12 +995,27 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         def task(index: int) -> Callable[[], Sequence[Array]]:
             block, block_state = self._structure.blocks[index], state.blocks_states[index]
             vector, weight = vectors[index], weights[index]
-            return lambda: block.multiply_matpower(present(block_state), vector, weight, *options)
+
+            def product() -> Sequence[Array]:
+                with scope_of(block):
+                    return block.multiply_matpower(present(block_state), vector, weight, *options)
+
+            return product
 
         work = [self._structure.blocks[index].multiply_work for index in self._replicated]
         axis = axis if self._distributed_multiplies else None
         products = run_assigned([task(index) for index in self._replicated], work, axis)
         return dict(zip(self._replicated, products, strict=True))
+
+    def _run_matrix_tasks(self, requests: dict[int, PyTree], axis: str | None) -> dict[int, PyTree]:
+        """Run the tasks of each block in its scope; on several devices all are run together."""
+        if axis is not None:
+            return run_matrix_tasks(requests, axis)
+        results = {}
+        for n, request in requests.items():
+            with scope_of(self._structure.blocks[n]):
+                results[n] = run_matrix_tasks(request)
+        return results
 
     def _update_averages(
         self,
@@ -1005,7 +1029,8 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalState]):
         for n in self._replicated:
             block = self._structure.blocks[n]
             weights = update.averaging
-            states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *weights)
+            with scope_of(block):
+                states[n] = block.update_averages(present(states[n]), terms[n], uses[n], *weights)
         return replace(state, blocks_states=tuple(states))
 
     def _layers(self, func_args: Sequence[PyTree]) -> Layers:

@@ -104,7 +104,7 @@ class ExplicitExactCurvature(BlockDiagonalCurvature):
         **auto_register_kwargs: Any,
     ) -> None:
         del auto_register_tags
-        only_losses = {"register_only_generic": True, "allow_unused_params": True}
+        only_losses: dict[str, Any] = {"register_only_generic": True, "allow_unused_params": True}
         super().__init__(
             func,
             params_index,

@@ -9,7 +9,10 @@ import jax
 from jax.typing import ArrayLike
 
 from curvax._types import Array as Array, PyTree
-from curvax.curvature.block_diagonal import BlockCtor, BlockDiagonalCurvature
+from curvax.kfac_jax.curvature_estimator.block_diagonal import (
+    BlockDiagonalCurvature as BlockDiagonalCurvature,
+)
+from curvax.kfac_jax.estimator_adapter import EstimatorAdapter, estimator_ctor
 from curvax.kfac_jax.stacked_devices import StackedDevices
 from curvax.kfac_jax.utils.staging import WithStagedMethods
 from curvax.kfac_jax.utils.states import State
@@ -80,7 +83,7 @@ def make_func_args(
 
 
 def extract_func_outputs(
-    raw_outputs: FuncOutputs, has_aux: bool, has_state: bool
+    raw_outputs: Any, has_aux: bool, has_state: bool
 ) -> tuple[Array, FuncState | None, FuncAux | None]:
     """Return loss, state of the function and `aux`, from what the function returns.
 
@@ -138,7 +141,8 @@ def convert_value_and_grad_to_clean_value_and_grad(
     """
 
     def clean(*args: Any, **kwargs: Any) -> tuple[Array, PyTree]:
-        value, grads = value_and_grad_func(*args, **kwargs)
+        result: Any = value_and_grad_func(*args, **kwargs)
+        value, grads = result
         return (value[0] if has_aux else value), grads
 
     return clean
@@ -213,7 +217,7 @@ def _joined(path: str) -> str:
     return "/".join(re.findall(r"[^\[\]'.]+", path))
 
 
-class Optimizer(_Optimizer, WithStagedMethods):
+class Optimizer(_Optimizer, WithStagedMethods):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The K-FAC optimizer, with the arguments and defaults of kfac_jax 0.0.8.
 
     Equal to `curvax.Optimizer`, whose documentation describes all arguments, except for this:
@@ -228,9 +232,6 @@ class Optimizer(_Optimizer, WithStagedMethods):
       with equal rows, the batch with the examples of each device, and the random key with different
       rows. Learning rate, momentum and damping may have it. The function runs on the rows of one
       device, under a mapped axis called `pmap_axis_name`.
-
-    Further options of `curvax.Optimizer` are attributes that can be set before the first use, as in
-    `optimizer.memory_budget = "2GiB"`.
 
     Examples:
         >>> import jax
@@ -302,7 +303,7 @@ class Optimizer(_Optimizer, WithStagedMethods):
         patterns_to_skip: Sequence[str] = (),
         use_automatic_registration: bool = True,
         auto_register_kwargs: dict[str, Any] | None = None,
-        layer_tag_to_block_ctor: dict[str, BlockCtor] | None = None,
+        layer_tag_to_block_ctor: dict[str, Callable[..., Any]] | None = None,
         multi_device: bool = False,
         debug: bool = False,
         invalid_metric_value: Numeric = float("nan"),
@@ -381,7 +382,7 @@ class Optimizer(_Optimizer, WithStagedMethods):
             precon_damping_mult=precon_damping_mult,
             precon_damping_schedule=precon_damping_schedule,
             exact_quad_model_matrix_type=exact_quad_model_matrix_type,
-            custom_estimator_ctor=custom_estimator_ctor,
+            custom_estimator_ctor=estimator_ctor(custom_estimator_ctor),
             use_automatic_registration=use_automatic_registration,
             should_vmap_estimator_samples=should_vmap_estimator_samples,
             norm_to_scale_identity_weight_per_block=norm_to_scale_identity_weight_per_block,
@@ -407,6 +408,12 @@ class Optimizer(_Optimizer, WithStagedMethods):
     def finalized(self) -> bool:
         """Whether the function is traced."""
         return self._core is not None
+
+    @property
+    def estimator(self) -> Any:
+        """The curvature estimator, once the function is traced."""
+        estimator = self._traced.preconditioner.estimator
+        return estimator.adapted if isinstance(estimator, EstimatorAdapter) else estimator
 
     def _make_devices(self, config: OptimizerConfig, axis: str) -> Devices:
         """Return the local devices, for arguments with a leading axis of them."""

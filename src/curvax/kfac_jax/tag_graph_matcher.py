@@ -1,14 +1,14 @@
 """kfac_jax's `tag_graph_matcher`: patterns of layers, and functions with their layers tagged.
 
 curvax finds layers by what is done with the parameters, and matches only user-supplied patterns
-operation by operation. Of kfac_jax's default patterns, those of repeated dense layers are matched,
-so that these layers get the blocks of the variant "repeated_dense"; all others stand for what
-curvax finds by meaning.
+operation by operation. The default patterns stand for what it finds by meaning; with kfac_jax's,
+dense layers with several axes of positions get the blocks of the variant "repeated_dense".
 """
 
 import functools
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,7 +274,7 @@ def _dense_parameter_extractor(
     raise ValueError("There is no `dot_general` among the equations of a dense layer.")
 
 
-def _make_general_dense_pattern(
+def _make_general_dense_pattern(  # pyright: ignore[reportUnusedFunction]  Clients call it.
     with_bias: bool,
     with_reshape: bool,
     num_repeated_axes: int,
@@ -414,17 +414,25 @@ def _make_normalization_haiku_flax_pattern(  # pyright: ignore[reportUnusedFunct
     )
 
 
+_REPEATED_DENSE = tag_of_variant(_meta("repeated_dense", num_params=1))
+
 DENSE_GRAPH_PATTERNS: tuple[patterns.GraphPattern, ...] = (
     *(
-        _make_general_dense_pattern(with_bias, False, repeated, num_in, num_out)
+        GraphPattern(
+            name=f"repeated_dense_{'with' if with_bias else 'no'}_bias",
+            tag_primitive=_REPEATED_DENSE,
+            compute_func=functools.partial(_dense, axes=1, with_reshape=False),
+            parameters_extractor_func=functools.partial(
+                _dense_parameter_extractor, variant="repeated_dense"
+            ),
+            example_args=_zeros((2, 7, 3), *[(3, 4), (4,)][: 1 + with_bias]),
+            is_default=True,
+        )
         for with_bias in (True, False)
-        for repeated in (1, 2)
-        for num_in in (1, 2)
-        for num_out in (1, 2)
     ),
     *(p for p in patterns.DEFAULT_GRAPH_PATTERNS if p.tag_primitive is tags.dense_tag),
 )
-"""Dense layers: repeated ones are matched, in any way of adding the bias, others are found."""
+"""Dense layers, the repeated ones under a tag of their own."""
 
 NORMALIZATION_GRAPH_PATTERNS: tuple[patterns.GraphPattern, ...] = tuple(
     p for p in patterns.DEFAULT_GRAPH_PATTERNS if p.name.startswith("normalization")
@@ -441,18 +449,15 @@ DEFAULT_GRAPH_PATTERNS: tuple[patterns.GraphPattern, ...] = (
 def curvax_pattern_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of patterns to skip, with curvax's for those of kfac_jax 0.0.8.
 
-    kfac_jax has patterns with and without a reshape of the bias. Layers are found by meaning here,
-    so skipping one of them skips both.
+    kfac_jax has patterns with and without a reshape of the bias, and for each number of further
+    axes. Layers are found by meaning here, so skipping one of them skips all.
 
     Examples:
         >>> curvax_pattern_names(["dense_with_bias_no_reshape", "conv2d_no_bias", "my_pattern"])
         ('dense_with_bias', 'conv2d_no_bias', 'my_pattern')
     """
-    found: list[str] = []
-    for name in names:
-        plain = name.removesuffix("_no_reshape").removesuffix("_with_reshape")
-        found.append(f"{plain}_no_reshape" if plain.startswith("repeated[") else plain)
-    return tuple(dict.fromkeys(found))
+    plain = [re.sub(r"_(no|with)_reshape$", "", name) for name in names]
+    return tuple(dict.fromkeys(re.sub(r"^repeated\[\d\]_", "repeated_", x) for x in plain))
 
 
 # Tagged functions.

@@ -185,7 +185,7 @@ def shape_and_type(x: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
 def make_cache_key(
     func_args: Sequence[PyTree], *args: Any
 ) -> tuple[TreeDef, tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]]:
-    """Return what tells apart arguments for which a function is traced separately."""
+    """Return a key of arguments; a function is traced once for each."""
     leaves, tree = jax.tree.flatten((tuple(func_args), args))
     return tree, tuple((jnp.shape(x), np.dtype(jnp.result_type(x))) for x in leaves)
 

@@ -172,8 +172,12 @@ class GraphPattern:
             >>> [node.name for node in program.nodes], num_inputs
             (['dot_general'], 1)
         """
+        return self._program, len(jax.tree.leaves(self.example_args[0]))
+
+    @cached_property
+    def _program(self) -> Program:
         program, _ = trace_program(self.compute_func, *self.example_args)
-        return program, len(jax.tree.leaves(self.example_args[0]))
+        return program
 
 
 @dataclass(frozen=True, eq=False)

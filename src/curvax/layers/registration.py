@@ -32,6 +32,7 @@ from curvax.layers.detection.program import (
 from curvax.layers.detection.tagging import (
     LocatedExamples,
     TagUses,
+    can_tag,
     describe_uses,
     is_loss,
     tag_generic,
@@ -43,6 +44,7 @@ from curvax.layers.patterns import (
     GraphPattern,
     matches,
 )
+from curvax.layers.tags import dense_tag
 from curvax.losses.tag import noted_registrations
 
 
@@ -96,6 +98,15 @@ class Options:
         missing = {pattern.name for pattern in DEFAULT_GRAPH_PATTERNS} - given
         further = set() if any(p.is_default for p in self.patterns) else _WITHOUT_PATTERN
         return {*self.skipped, *missing, *further}
+
+    @property
+    def repeated_dense(self) -> str:
+        """Name of the tag of dense layers with several axes of positions.
+
+        A default pattern whose name begins with "repeated_dense" gives them a tag of their own.
+        """
+        own = [p for p in self.patterns if p.is_default and p.name.startswith("repeated_dense")]
+        return own[0].tag_primitive.name if own else dense_tag.name
 
 
 _WITHOUT_PATTERN = {"embedding", "conv_with_bias", "conv_no_bias"}
@@ -199,8 +210,11 @@ def register(
         for pattern in options.patterns
         if not pattern.is_default and pattern.name not in options.skipped
         for match in matches(pattern, needed, found.is_param, options.comparator)
+        if can_tag(match)
     ]
-    layers = build_layers(found, options.all_skipped, options.only_generic, matched)
+    layers = build_layers(
+        found, options.all_skipped, options.only_generic, matched, options.repeated_dense
+    )
     registration = Registration(
         program,
         needed,

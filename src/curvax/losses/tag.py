@@ -92,18 +92,6 @@ class LossTag(Tag):
         """Minimum number of axes of a prediction, the batch axis included."""
         return getattr(self._cls, "least_axes", 1)
 
-    def least_axes_of_batch(self, params: Mapping[str, Any]) -> int:
-        """Return the number of axes from which on predictions are a batch, not one example.
-
-        Inside `jax.vmap`, a vector belongs to one example, and is not a batch of scalars. Axes for
-        the parts of a complex number do not count.
-
-        Arguments:
-            params: Static parameters of the equation of a bound tag.
-        """
-        least = max(self.least_axes, 2 if params["stacked"] else 1)
-        return least + params.get("num_part_axes", 0)
-
     def loss(self, *args: ArrayLike, args_names: Sequence[str]) -> LossFunction:
         """Return the loss of the operands of a bound tag.
 
@@ -159,6 +147,20 @@ class LossTag(Tag):
         if noted is not None:
             noted.append(where)
         return super().bind(*args, args_names=names, where=where, **params)
+
+
+def least_axes_of_batch(tag: LossTag, params: Mapping[str, Any]) -> int:
+    """Return the number of axes from which on predictions are a batch, not one example.
+
+    Inside `jax.vmap`, a vector belongs to one example, and is not a batch of scalars. Axes for the
+    parts of a complex number do not count.
+
+    Arguments:
+        tag: The tag of the loss.
+        params: Static parameters of its equation.
+    """
+    least = max(tag.least_axes, 2 if params["stacked"] else 1)
+    return least + params.get("num_part_axes", 0)
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ class OptimizerConfig(KFACConfig):
     include_norms_in_stats: bool = False
     include_per_param_norms_in_stats: bool = False
     include_registered_loss_in_stats: bool = False
-    invalid_metric_value: Number = float("nan")
+    invalid_metric_value: Number | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

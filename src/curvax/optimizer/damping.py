@@ -99,7 +99,7 @@ def calibrated(next_value: Callable[[Array], Array], damping: Array) -> Array:
         before, last, new = values
         return is_close(last, new) | is_close(before, new)
 
-    start = (jnp.full_like(damping, jnp.inf), damping, next_value(damping))
+    start = (jnp.full_like(damping, -1), damping, next_value(damping))
     advance = lambda values: (values[1], values[2], next_value(values[2]))
     _, last, new = lax.while_loop(lambda values: ~is_settled(values), advance, start)
     return jnp.maximum(last, new)

@@ -217,8 +217,8 @@ class Optimizer:
             same time instead of one after the other.
         norm_to_scale_identity_weight_per_block: Name of a norm of each block by which its damping
             is multiplied: "avg_diag", "1_norm", "2_norm" or "avg_fro".
-        invalid_metric_value: The value, in place of NaN, of statistics in steps that do not compute
-            them.
+        invalid_metric_value: The value of statistics in steps that do not compute them; None for
+            NaN.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -318,7 +318,7 @@ class Optimizer:
         use_automatic_registration: bool = True,
         should_vmap_estimator_samples: bool = False,
         norm_to_scale_identity_weight_per_block: str | None = None,
-        invalid_metric_value: Number = float("nan"),
+        invalid_metric_value: Number | None = None,
     ) -> None:
         config = OptimizerConfig(
             value_and_grad_func=value_and_grad_func,

@@ -118,6 +118,7 @@ class Preconditioner:
         """Return the state before the first step."""
         return self.estimator.init(rng, func_args, *self.cached_powers)
 
+    @jax.named_scope("update_curvature")
     def update_curvature(
         self,
         state: EstimatorState,
@@ -143,7 +144,7 @@ class Preconditioner:
             rng,
             func_args,
             self.axis,
-            identity_weight=0.0 if damping is None else self.weights(damping),
+            identity_weight=0.0 if damping is None else self._with_l2(damping),
         )
 
     def update_curvature_if_due(
@@ -177,6 +178,7 @@ class Preconditioner:
             ),
         )
 
+    @jax.named_scope("update_inverses")
     def update_inverses_if_due(
         self, state: EstimatorState, step: Array, is_stale: Array, damping: Array
     ) -> EstimatorState:
@@ -198,6 +200,7 @@ class Preconditioner:
                 state = run_if(due, functools.partial(update, indices), state)
         return state
 
+    @jax.named_scope("precondition")
     def apply(self, state: EstimatorState, gradient: PyTree, damping: Array) -> PyTree:
         """Return the preconditioned gradient, by the inverses in the cache."""
         return self.estimator.multiply_matpower(
@@ -219,12 +222,16 @@ class Preconditioner:
         one = jnp.ones((), scalar_dtype(vector))
         return linear_combination([one, one], [product, l2_product(self.config, vector)])
 
+    def _with_l2(self, damping: ArrayLike) -> Array:
+        l2_reg = jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        return jnp.asarray(damping) + l2_reg
+
     def weights(self, damping: ArrayLike) -> IdentityWeight:
         """Return the multiple of the identity that is added to each block.
 
         The regulariser counts for all parameters of a block if it applies to any of them.
         """
-        with_l2 = damping + jnp.asarray(self.config.l2_reg, jnp.result_type(damping))
+        with_l2 = self._with_l2(damping)
         if not self.config.regularized_parameters_path_exclusions:
             return with_l2
         return [

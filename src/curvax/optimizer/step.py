@@ -132,7 +132,7 @@ class Statistics(NamedTuple):
     norms: bool = False
     per_param_norms: bool = False
     registered_loss: bool = False
-    invalid_value: Number = float("nan")
+    invalid_value: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -398,10 +398,12 @@ class KFAC:
 
         return replace(state, damping=calibrated(next_value, jnp.asarray(state.damping)))
 
+    @jax.named_scope("loss_after_update")
     def loss(self, func_args: Sequence[PyTree]) -> Array:
         """Return the loss; the compiler eliminates the gradient as dead code."""
         return self._mean(self.function(func_args).loss)
 
+    @jax.named_scope("quadratic_model")
     def exact_model(
         self, vectors: Sequence[PyTree], gradient: PyTree, func_args: Sequence[PyTree]
     ) -> QuadraticModel:
@@ -418,6 +420,7 @@ class KFAC:
         curvature = self._mean(inner_products(products, products)).astype(scalar_dtype(gradient))
         return _model(curvature + l2_matrix(self.config, vectors), vectors, gradient)
 
+    @jax.named_scope("quadratic_model")
     def approx_model(
         self, state: OptimizerState, vectors: Sequence[PyTree], gradient: PyTree
     ) -> QuadraticModel:
@@ -426,6 +429,7 @@ class KFAC:
         products = [multiply(state.estimator_state, v) for v in vectors]
         return _model(inner_products(vectors, products), vectors, gradient)
 
+    @jax.named_scope("value_and_grad")
     def _evaluate(self, func_args: Sequence[PyTree]) -> Evaluation:
         """Evaluate the function, averaged over all devices.
 
@@ -608,7 +612,8 @@ class KFAC:
         func_args: Sequence[PyTree],
         batch_size: Array,
     ) -> Stats:
-        invalid = jnp.asarray(self.statistics.invalid_value, damping.dtype)
+        invalid_value = self.statistics.invalid_value
+        invalid = jnp.asarray(jnp.nan if invalid_value is None else invalid_value, damping.dtype)
         has_loss, has_change = outcome.has_new_loss, outcome.has_change
         stats: Stats = {
             "step": after.step_counter - 1,

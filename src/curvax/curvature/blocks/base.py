@@ -19,7 +19,9 @@ state with a cache made of their results. States are replaced, never mutated.
 import abc
 import functools
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -225,6 +227,12 @@ class BlockState:
 
 
 jax.tree_util.register_dataclass(BlockState)
+
+
+def scope_of(block: "CurvatureBlock") -> AbstractContextManager[object]:
+    """Return a named scope: in profiles, operations of a block have the names of its parameters."""
+    params = [re.sub(r"[^\w~]+", ".", path).strip(".") for path in block.name.split(", ")]
+    return jax.named_scope(",".join(params))
 
 
 def present(state: BlockState | None) -> BlockState:

@@ -51,8 +51,9 @@ def kronecker_norm(factors: Sequence[Array], stack: Sequence[int], norm_type: st
         norm_type: The name of a norm.
     """
     flat = [x.reshape(-1, *x.shape[len(stack) :]) for x in factors]
-    of_product = lambda matrices: math.prod(psd_norm(x, norm_type) for x in matrices)
-    norms = jax.vmap(of_product)(flat)
+    norms = jnp.ones((), factors[0].dtype)
+    for matrices in flat:
+        norms = norms * jax.vmap(lambda x: psd_norm(x, norm_type))(matrices)
     return norm_of_blocks(norms, jnp.ones_like(norms), norm_type)
 
 

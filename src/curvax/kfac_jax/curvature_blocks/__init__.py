@@ -29,6 +29,7 @@ from curvax.kfac_jax.curvature_blocks.kronecker import (
     Conv2DTwoKroneckerFactored as Conv2DTwoKroneckerFactored,
     DenseTwoKroneckerFactored as DenseTwoKroneckerFactored,
     KroneckerFactored as KroneckerFactored,
+    TwoKroneckerFactored as TwoKroneckerFactored,  # A name of older releases.
 )
 from curvax.kfac_jax.curvature_blocks.repeated_dense import (
     RepeatedDenseKroneckerFactored as RepeatedDenseKroneckerFactored,
@@ -39,6 +40,3 @@ from curvax.kfac_jax.curvature_blocks.tnt import (
     DenseTNT as DenseTNT,
     NaiveTNT as NaiveTNT,
 )
-
-TwoKroneckerFactored = KroneckerFactored
-"""The name that releases before 0.0.8 have."""

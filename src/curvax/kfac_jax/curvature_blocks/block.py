@@ -12,6 +12,9 @@ A block that overrides it with any of these is called with the arguments that it
 any of these on to `super()`, by name or by position.
 """
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -306,7 +309,7 @@ class CurvatureBlock(Finalizable, CoreBlock):
         """Call `update_curvature_matrix_estimate` with the arguments that it takes."""
         update = self.update_curvature_matrix_estimate
         first = state, LayerEstimationData.of(estimation_data), ema_old, ema_new
-        rest = {
+        rest: dict[str, Any] = {
             "identity_weight": identity_weight,
             "batch_size": batch_size,
             "pmap_axis_name": pmap_axis_name,
@@ -329,7 +332,7 @@ class CurvatureBlock(Finalizable, CoreBlock):
         batch_size: ArrayLike,
         pmap_axis_name: str | None,
     ) -> BlockState:
-        """Update the estimate from the gradient of the batch, by a user's update if there is one."""
+        """Update the estimate from the gradient of the batch, or by the user's update."""
         weights = ema_old, ema_new, identity_weight, batch_size, pmap_axis_name
         if self.has_own_update:
             return self.update_from_data(state, estimation_data, *weights)

@@ -1,5 +1,8 @@
 """Diagonal blocks, with kfac_jax's constructors and states."""
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 import math
 from typing import cast
 
@@ -30,7 +33,7 @@ class Diagonal(CurvatureBlock, diagonal.Diagonal):
             diagonal_factors: A moving average for each parameter, of its shape.
         """
 
-        diagonal_factors: tuple[WeightedMovingAverage, ...]
+        diagonal_factors: tuple[WeightedMovingAverage[Array], ...]
 
     def __init__(self, layer_tag_eq: TagEquation, **kwargs: int | None) -> None:
         super().__init__(layer_tag_eq, allow_approximation=True, **kwargs)

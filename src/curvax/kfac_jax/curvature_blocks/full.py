@@ -1,5 +1,8 @@
 """Full blocks, with kfac_jax's constructors and states."""
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 from typing import cast
 
 from curvax._types import Array
@@ -30,7 +33,7 @@ class Full(CurvatureBlock, full.Full):
             matrix: A moving average of the matrix.
         """
 
-        matrix: WeightedMovingAverage
+        matrix: WeightedMovingAverage[Array]
 
     def __init__(
         self,

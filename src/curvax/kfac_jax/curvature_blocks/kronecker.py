@@ -6,6 +6,9 @@ are made equal first (Martens & Grosse 2015, section 6.3, for two factors). A fa
 gets none of it: with such a factor the damped product is exact.
 """
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 import math
 import re
 import string
@@ -59,15 +62,15 @@ class KroneckerFactored(CurvatureBlock):
             factors: A moving average of the factor of each axis.
         """
 
-        factors: tuple[WeightedMovingAverage, ...]
+        factors: tuple[WeightedMovingAverage[Array], ...]
 
         @property
-        def inputs_factor(self) -> WeightedMovingAverage:
+        def inputs_factor(self) -> WeightedMovingAverage[Array]:
             """The first factor, under the name that it has in curvax."""
             return self.factors[0]
 
         @property
-        def outputs_factor(self) -> WeightedMovingAverage:
+        def outputs_factor(self) -> WeightedMovingAverage[Array]:
             """The last factor, under the name that it has in curvax."""
             return self.factors[-1]
 
@@ -158,7 +161,7 @@ class KroneckerFactored(CurvatureBlock):
 
     def cache_requests(self, state: BlockState, wanted: Refresh) -> dict[str, PyTree]:
         scale = jnp.asarray(self.state_dependent_scale(state), self.dtype)
-        factors = self._values(state)
+        factors = self.factor_values(state)
         requests: dict[str, PyTree] = {
             power_key(power): damped_powers(factors, scale, wanted.identity_weight, power)
             for power in wanted.approx
@@ -192,14 +195,14 @@ class KroneckerFactored(CurvatureBlock):
     def _multiplied(self, state: BlockState, x: Array, how: MatrixPower) -> Array:
         if how.is_exact and how.power == 1 and not how.is_cached:
             added = per_matrix(how.identity_weight, self.array_ndim, x.dtype) * x
-            return added + self._multiply_axes(self._values(state), x)
+            return added + self._multiply_axes(self.factor_values(state), x)
         if how.is_exact:
             return self._multiply_in_eigenbasis(self._eigen(state, how.is_cached), x, how)
         if how.is_cached:
             powers = list(self._cached(state, power_key(how.power)).values())
         else:
             one = jnp.ones((), self.dtype)
-            factors = self._values(state)
+            factors = self.factor_values(state)
             tasks = damped_powers(factors, one, how.identity_weight, how.power)
             powers = run_matrix_tasks(tasks)
         return self._multiply_axes(powers, x)
@@ -207,7 +210,7 @@ class KroneckerFactored(CurvatureBlock):
     def _eigen(self, state: BlockState, is_cached: bool) -> list[tuple[Array, Array]]:
         if is_cached:
             return list(self._cached(state, "eigen").values())
-        return run_matrix_tasks([Eigenvectors(x) for x in self._values(state)])
+        return run_matrix_tasks([Eigenvectors(x) for x in self.factor_values(state)])
 
     def _multiply_in_eigenbasis(
         self, eigen: Sequence[tuple[Array, Array]], x: Array, how: MatrixPower
@@ -248,26 +251,27 @@ class KroneckerFactored(CurvatureBlock):
         return self._products_of_eigenvalues(values).reshape(-1)
 
     def _norm(self, state: BlockState, norm_type: str) -> Array:
-        return kronecker_norm(self._values(state), self.stack, norm_type)
+        return kronecker_norm(self.factor_values(state), self.stack, norm_type)
 
     def _undamped_diagonal(self, state: BlockState) -> tuple[Array, ...]:
-        diagonals = [diagonal(x) for x in self._values(state)]
+        diagonals = [diagonal(x) for x in self.factor_values(state)]
         return self.array_to_parameters_shaped_list(self._products_of_eigenvalues(diagonals))
 
-    def _values(self, state: BlockState) -> tuple[Array, ...]:
+    def factor_values(self, state: BlockState) -> tuple[Array, ...]:
+        """Return the factors of all axes."""
         return tuple(x.value for x in cast(KroneckerFactored.State, state).factors)
 
 
-class DenseTwoKroneckerFactored(KroneckerFactored, kronecker.DenseTwoKroneckerFactored):
-    """The Kronecker product of a factor for inputs and one for outputs of a dense layer.
+class TwoKroneckerFactored(KroneckerFactored, kronecker.TwoKroneckerFactored):
+    """The Kronecker product of a factor for inputs and one for outputs.
 
-    Equal to `curvax.DenseTwoKroneckerFactored` except that factors are dense however wide they are,
-    and that a factor of size one is not damped.
+    The statistics are those of curvax, the products those of `KroneckerFactored`. Several matrices,
+    as of heads or of layers that are scanned over, have factors with leading axes.
 
     Args:
         layer_tag_eq: The equation of the layer's tag. Passed by the estimator.
         parameters_specs: For each parameter, how its axes are arranged into (inputs, outputs), such
-            as "abc -> (ab)c". None for as they are.
+            as "abc -> (ab)c". None for as curvax arranges them.
         parameters_concat_axis: The axis along which weights and bias are concatenated.
     """
 
@@ -282,22 +286,44 @@ class DenseTwoKroneckerFactored(KroneckerFactored, kronecker.DenseTwoKroneckerFa
 
     @property
     def stack(self) -> tuple[int, ...]:
-        return self._kronecker.inputs.stack if self._is_arranged else ()
+        return self._kronecker.inputs.stack if self._parameters_specs is None else ()
 
     def parameters_shaped_list_to_array(self, parameters_shaped_list: Sequence[Array]) -> Array:
-        if self._is_arranged:
+        if self._parameters_specs is None:
             return self.as_matrices(parameters_shaped_list)
         return super().parameters_shaped_list_to_array(parameters_shaped_list)
 
     def array_to_parameters_shaped_list(self, array: Array) -> tuple[Array, ...]:
-        if self._is_arranged:
+        if self._parameters_specs is None:
             return self.of_matrices(array)
         return super().array_to_parameters_shaped_list(array)
 
-    @property
-    def _is_arranged(self) -> bool:
-        """Whether the array of the parameters is as curvax arranges it: not by specifications."""
-        return self._parameters_specs is None
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
+        return kronecker.TwoKroneckerFactored.statistics(self, use, uses, state)
+
+    def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
+        return kronecker.TwoKroneckerFactored.terms(self, sums, uses, state)
+
+    def estimate(
+        self, terms: Sums, uses: Sequence[LayerUse], batch_size: ArrayLike
+    ) -> Sequence[Array]:
+        return kronecker.TwoKroneckerFactored.estimate(self, terms, uses, batch_size)
+
+
+class DenseTwoKroneckerFactored(TwoKroneckerFactored, kronecker.DenseTwoKroneckerFactored):
+    """The Kronecker product of a factor for inputs and one for outputs of a dense layer.
+
+    Equal to `curvax.DenseTwoKroneckerFactored` except that factors are dense however wide they are,
+    and that a factor of size one is not damped.
+
+    Args:
+        layer_tag_eq: The equation of the layer's tag. Passed by the estimator.
+        parameters_specs: For each parameter, how its axes are arranged into (inputs, outputs), such
+            as "abc -> (ab)c". None for as they are.
+        parameters_concat_axis: The axis along which weights and bias are concatenated.
+    """
 
     def _update_estimate(
         self,
@@ -337,13 +363,8 @@ class DenseTwoKroneckerFactored(KroneckerFactored, kronecker.DenseTwoKroneckerFa
         ]
         return arranged[0], arranged[1]
 
-    # The statistics are those of curvax; the products are those of `KroneckerFactored`.
-    statistics = kronecker.DenseTwoKroneckerFactored.statistics
-    terms = kronecker.DenseTwoKroneckerFactored.terms
-    estimate = kronecker.DenseTwoKroneckerFactored.estimate
 
-
-class Conv2DTwoKroneckerFactored(KroneckerFactored, kronecker.Conv2DTwoKroneckerFactored):
+class Conv2DTwoKroneckerFactored(TwoKroneckerFactored, kronecker.Conv2DTwoKroneckerFactored):
     """The Kronecker product of a factor for patches of the inputs and one for the output channels.
 
     Equal to `curvax.Conv2DTwoKroneckerFactored` except that factors are dense however wide they
@@ -355,29 +376,6 @@ class Conv2DTwoKroneckerFactored(KroneckerFactored, kronecker.Conv2DTwoKronecker
             for the elements of a patch, and output channels.
         parameters_concat_axis: The axis along which kernel and bias are concatenated.
     """
-
-    def __init__(
-        self,
-        layer_tag_eq: TagEquation,
-        parameters_specs: Sequence[str] | None = None,
-        parameters_concat_axis: int = 0,
-    ) -> None:
-        options = parameters_specs, parameters_concat_axis
-        super().__init__(layer_tag_eq, *options, max_factor_size=sys.maxsize)
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        return self._kronecker.inputs.stack if self._parameters_specs is None else ()
-
-    def parameters_shaped_list_to_array(self, parameters_shaped_list: Sequence[Array]) -> Array:
-        if self._parameters_specs is None:
-            return self.as_matrices(parameters_shaped_list)
-        return super().parameters_shaped_list_to_array(parameters_shaped_list)
-
-    def array_to_parameters_shaped_list(self, array: Array) -> tuple[Array, ...]:
-        if self._parameters_specs is None:
-            return self.of_matrices(array)
-        return super().array_to_parameters_shaped_list(array)
 
     @property
     def inputs_spatial_shape(self) -> tuple[int, ...]:
@@ -445,10 +443,6 @@ class Conv2DTwoKroneckerFactored(KroneckerFactored, kronecker.Conv2DTwoKronecker
         spec = self._numbers.out_spec
         rows = jnp.transpose(outputs.astype(self.dtype), (spec[0], *spec[2:], spec[1]))
         return rows.reshape(rows.shape[0], -1, rows.shape[-1])
-
-    statistics = kronecker.Conv2DTwoKroneckerFactored.statistics
-    terms = kronecker.Conv2DTwoKroneckerFactored.terms
-    estimate = kronecker.Conv2DTwoKroneckerFactored.estimate
 
 
 def with_estimates(

@@ -1,12 +1,15 @@
 """kfac_jax's block for dense layers that are applied at several positions of an example."""
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from curvax._types import PyTree
+from curvax._types import Array, PyTree
 from curvax.curvature.blocks.base import BlockState, TagEquation
 from curvax.curvature.blocks.data import EstimationData
 from curvax.kfac_jax.curvature_blocks.kronecker import (
@@ -42,7 +45,7 @@ class RepeatedDenseKroneckerFactored(DenseTwoKroneckerFactored):
             average_repeats: A moving average of the number of positions of an example.
         """
 
-        average_repeats: WeightedMovingAverage
+        average_repeats: WeightedMovingAverage[Array]
 
     needs_data: ClassVar[bool] = True
 

@@ -1,5 +1,8 @@
 """A multiple of the identity, with kfac_jax's constructor."""
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 

@@ -6,6 +6,9 @@ All factors have the trace of the full matrix, so their Kronecker product is div
 power of it (`utils.tnt_scale`).
 """
 
+# kfac_jax's states and updates differ from curvax's on purpose.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from curvax._types import Array
-from curvax.curvature.blocks.base import BlockState, TagEquation
+from curvax.curvature.blocks.base import BlockState, Statistics, TagEquation
 from curvax.curvature.blocks.data import EstimationData
 from curvax.curvature.blocks.example_gradients import BatchGradientBlock
 from curvax.kfac_jax.curvature_blocks.kronecker import (
@@ -46,10 +49,13 @@ class NaiveTNT(KroneckerFactored, BatchGradientBlock):
         parameters_concat_axis: The axis along which the arrays of all parameters are concatenated.
     """
 
-    statistics = BatchGradientBlock.statistics
-
     def state_dependent_scale(self, state: BlockState) -> ArrayLike:
         return _scale(state)
+
+    def statistics(
+        self, use: LayerUse, uses: Sequence[LayerUse], state: BlockState | None
+    ) -> Statistics:
+        return BatchGradientBlock.statistics(self, use, uses, state)
 
     def terms(self, sums: Sums, uses: Sequence[LayerUse], state: BlockState | None) -> Sums:
         del state

@@ -1,5 +1,6 @@
 """kfac_jax's `curvature_estimator`: estimates of curvature matrices, and exact products."""
 
+import importlib
 from typing import Any
 
 from curvax.kfac_jax.curvature_estimator.block_diagonal import (
@@ -29,6 +30,4 @@ def __getattr__(name: str) -> Any:
     """Import what needs optax and the optimizer, which use this module, on first use."""
     if name not in _IN_OPTAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from curvax.kfac_jax import optax_preconditioner
-
-    return getattr(optax_preconditioner, name)
+    return getattr(importlib.import_module("curvax.kfac_jax.optax_preconditioner"), name)

@@ -120,7 +120,9 @@ class BlockDiagonalCurvature(CurvatureEstimator[BlockDiagonalCurvatureState]):
             should_vmap_samples=should_vmap_samples,
             func_and_grad=func_and_grad,
             default_block_ctor=default_block_ctor,
-            **(auto_register_kwargs or {}),
+            divide_empirical_by_batch_size=True,
+            # kfac_jax leaves parameters that no loss depends on alone.
+            **{"allow_unused_params": True, **(auto_register_kwargs or {})},
         )
 
     @property

@@ -10,7 +10,7 @@ from curvax._types import Array, Fun, PyTree
 from curvax.curvature.blocks.base import Powers
 from curvax.curvature.estimation_modes import DIRECT_MODES, MODES
 from curvax.curvature.estimator import IdentityWeight
-from curvax.curvature.implicit import ImplicitExactCurvature
+from curvax.curvature.implicit import ImplicitExactCurvature, Number
 from curvax.kfac_jax.utils.staging import Finalizable
 
 StateType = TypeVar("StateType")
@@ -63,7 +63,7 @@ class CurvatureEstimator(Finalizable, abc.ABC, Generic[StateType]):
         return self.default_estimation_mode.partition("_")[0]
 
     def compute_func_from_registered(
-        self, func_args: Sequence[PyTree], batch_size: ArrayLike
+        self, func_args: Sequence[PyTree], batch_size: Number
     ) -> Array:
         """Return the sum of all registered losses, divided by the batch size."""
         func = function_of(self.func, self.func_and_grad)

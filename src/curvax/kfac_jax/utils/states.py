@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, dataclass_transform, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ def _as_dataclass(cls: type[Any]) -> Any:
     return cls
 
 
+@dataclass_transform()
 def register_state_class(class_type: type[C]) -> type[C]:
     """Make a class a dataclass whose fields are the children of a pytree."""
     made = dataclasses.dataclass(class_type)
@@ -119,7 +120,8 @@ class WeightedMovingAverage(_MovingAverage, Generic[TArrayTree]):
 
     def __init__(self, weight: Numeric, value: TArrayTree | None):
         self.weight = jnp.asarray(weight)
-        self.raw_value = None if value is None else scalar_mul(value, self.weight)
+        weighted = lambda x: x * self.weight.astype(jnp.result_type(x))
+        self.raw_value = None if value is None else jax.tree.map(weighted, value)
         self.refused = jnp.zeros((), jnp.int32)
 
     @classmethod

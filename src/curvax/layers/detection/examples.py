@@ -34,7 +34,7 @@ from curvax.layers.detection.program import (
 )
 from curvax.layers.tags import LayerTag
 from curvax.layers.use import ExampleProblem, ProblemKind
-from curvax.losses.tag import LossTag
+from curvax.losses.tag import LossTag, least_axes_of_batch
 
 # What operations do to the examples of their operands.
 #
@@ -936,7 +936,7 @@ class _ForwardWalk:
         if examples.total == 1:
             return
         num_mapped = sum(level[0] for level in node.params["stacked"])
-        least_axes = node.equation.primitive.least_axes_of_batch(node.params)
+        least_axes = least_axes_of_batch(node.equation.primitive, node.params)
         has_batch = len(examples.dims) - num_mapped >= least_axes
         num_leading = num_mapped + (1 if has_batch else 0)
         leading_only = all(

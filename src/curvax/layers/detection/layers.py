@@ -15,7 +15,7 @@ from curvax.layers.detection.candidates import CandidateUse, ParamView, Reason
 from curvax.layers.detection.program import Node
 from curvax.layers.detection.uses import Consumer, Interpreter
 from curvax.layers.patterns import Match
-from curvax.layers.tags import embedding_tag, generic_tag, scale_and_shift_tag
+from curvax.layers.tags import dense_tag, embedding_tag, generic_tag, scale_and_shift_tag
 from curvax.layers.use import ExampleProblem, LayerUse, Slice, group_by_examples
 
 Consumers = dict[int, list[Consumer]]
@@ -154,6 +154,7 @@ def build_layers(
     skipped: Collection[str] = (),
     only_generic: bool = False,
     matched: Sequence[Match] = (),
+    repeated_dense: str = dense_tag.name,
 ) -> list[FoundLayer]:
     """Group uses into layers, sorted by the indices of their parameters.
 
@@ -165,6 +166,7 @@ def build_layers(
         skipped: Names of the patterns not to look for.
         only_generic: Whether all parameters that are not tagged are generic.
         matched: The matches of user-supplied patterns.
+        repeated_dense: Name of the tag of dense layers with several axes of positions.
     """
     consumers = {param: list(of_param) for param, of_param in found.consumers.items()}
     layers = _tagged_layers(found, consumers)
@@ -181,8 +183,10 @@ def build_layers(
             layers.append(_generic(param, _NO_DERIVATIVE))
             continue
         layer = _layer_of(param, consumers, skipped)
-        if layer is not None:
-            layers.append(layer)
+        if layer is None:
+            continue
+        is_repeated = repeated_dense != dense_tag.name and _is_repeated(layer)
+        layers += _as_repeated(layer, repeated_dense, skipped) if is_repeated else [layer]
     return sorted(layers, key=lambda layer: layer.params)
 
 
@@ -214,6 +218,21 @@ def _layer_of(param: int, consumers: Consumers, skipped: Collection[str]) -> Fou
         uncovered=len(uncovered),
         why_uncovered="; ".join(dict.fromkeys(uncovered)),
     )
+
+
+def _is_repeated(layer: FoundLayer) -> bool:
+    """Return whether a layer is dense, with several axes of positions in some use."""
+    uses = [source for source in layer.sources if isinstance(source, CandidateUse)]
+    return layer.tag_name == dense_tag.name and any(len(use.positions) > 1 for use in uses)
+
+
+def _as_repeated(layer: FoundLayer, tag_name: str, skipped: Collection[str]) -> list[FoundLayer]:
+    """Return a repeated dense layer under its own tag, or generic ones if that is skipped."""
+    names = {f"repeated_{pattern_of(s)}" for s in layer.sources if isinstance(s, CandidateUse)}
+    if names & set(skipped):
+        reason = f"the pattern {', '.join(sorted(names))} is skipped"
+        return [_generic(param, reason) for param in layer.params]
+    return [replace(layer, tag_name=tag_name)]
 
 
 def _counting(consumers: Sequence[Consumer]) -> Sequence[Consumer]:

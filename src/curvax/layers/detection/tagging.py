@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from curvax import _jax
@@ -369,22 +370,73 @@ def _use_of_match(match: Match, lengths: Sequence[int], examples: ExamplesAt) ->
     views, inputs = match.views, match.inputs
     if pattern.in_values_preprocessor is not None:
         views, inputs = _preprocessed(match)
-    shapes = list(map(_shape, inputs)), [_shape(match.output)]
+    is_complex = _is_complex(match.output)
+    shape = _shape_of_parts if is_complex else _shape
+    shapes = list(map(shape, inputs)), [shape(match.output)]
     use = _custom(match.tag, match.constants, views, lengths, examples, *shapes)
     is_as_found = pattern.in_values_preprocessor is None and len(match.inputs) == 1
-    if isinstance(use, CustomUse) and is_as_found and _is_linear(pattern.compute, use):
-        return replace(use, function=pattern.compute)
+    compute = functools.partial(_compute_parts, match) if is_complex else pattern.compute
+    if isinstance(use, CustomUse) and is_as_found and _is_linear(compute, use):
+        return replace(use, function=compute)
     return use
+
+
+# A layer with complex inputs and outputs, linear in its inputs, and with real parameters is a real
+# layer that is applied to the real and to the imaginary parts: `x @ w` has the real part
+# `real(x) @ w`. Its tag has both, along an axis after that of examples.
+
+
+def can_tag(match: Match) -> bool:
+    """Return whether what a pattern found is a layer of real numbers, or of parts of complex ones.
+
+    With a bias it is not: the imaginary parts have none.
+    """
+    if not _is_complex(match.output):
+        return True
+    is_single = match.pattern.in_values_preprocessor is None and len(match.inputs) == 1
+    if not is_single or not match.output.shape or not _is_complex(match.inputs[0]):
+        return False
+    # With the small arrays of the example, and parameters that are not zero.
+    x, params = match.pattern.example_args
+    ones = jax.tree.map(jnp.ones_like, params)
+    of_input = lambda x: match.pattern.compute_func(x, ones)
+    if not _can_transpose(of_input, x):
+        return False
+    with jax.ensure_compile_time_eval():  # What is added to a linear function is its value at zero.
+        return not np.any(of_input(jax.tree.map(jnp.zeros_like, x)))
+
+
+def _is_complex(operand: Operand) -> bool:
+    return jnp.issubdtype(_shape(operand).dtype, jnp.complexfloating)
+
+
+def _parts(x: Array) -> Array:
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=1)
+
+
+def _shape_of_parts(operand: Operand) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(_parts, _shape(operand))
+
+
+def _compute_parts(match: Match, x: Array, params: Sequence[Array]) -> Array:
+    """Compute a layer with complex inputs from their parts, along the second axis."""
+    dtype = _shape(match.inputs[0]).dtype
+    of_part = lambda part: jnp.real(match.pattern.compute(part.astype(dtype), params))
+    return jax.vmap(of_part, in_axes=1, out_axes=1)(x)
 
 
 def _is_linear(compute: Callable[[Array, list[Array]], Array], use: LayerUse) -> bool:
     """Return whether what a layer computes is linear in its parameters."""
     params = [jax.ShapeDtypeStruct(shape, use.output.dtype) for shape in use.slice_shapes]
     x = jnp.zeros(use.input.shape, use.input.dtype)
-    of_params = lambda params: compute(x, params)
+    return _can_transpose(lambda params: compute(x, params), params)
+
+
+def _can_transpose(fun: Callable[[Any], Any], argument: Any) -> bool:
+    """Return whether a function of arrays of these shapes is linear."""
     try:
-        transposed = jax.linear_transpose(of_params, params)
-        jax.eval_shape(transposed, jax.eval_shape(of_params, params))
+        transposed = jax.linear_transpose(fun, argument)
+        jax.eval_shape(transposed, jax.eval_shape(fun, argument))
     except (NotImplementedError, AssertionError, TypeError):  # An operation that is not linear.
         return False
     return True
@@ -416,6 +468,12 @@ def _use_as_tagged(
     """Return a use with inputs and outputs as the equation of its tag has them."""
     tag: LayerTag = equation.primitive
     shapes = [_shape(v.aval) for v in equation.invars]
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in shapes):
+        raise ValueError(
+            f"curvax: {tag.name} was called with complex arrays, but a layer is one of real "
+            f"numbers. If it is linear in its inputs, tag the real and the imaginary parts as two "
+            f"positions, stacked along an axis after that of examples; or leave the tag out."
+        )
     outputs = shapes[: tag.num_outputs]
     inputs = shapes[tag.num_outputs : tag.num_outputs + tag.num_inputs]
     return _custom(tag, constants, views, lengths, examples, inputs, outputs)
@@ -608,7 +666,12 @@ def _tag_match(match: Match, use: LayerUse, output: Array, values: Values) -> Ar
     operands = [values[operand] for operand in (*match.inputs, *match.params)]
     if pattern.in_values_preprocessor is not None:
         operands = list(pattern.in_values_preprocessor(operands))
-    return match.tag.bind(output, *operands, **{**match.constants, "use": use})
+    constants = {**match.constants, "use": use}
+    if not _is_complex(match.output):
+        return match.tag.bind(output, *operands, **constants)
+    (x, *params) = operands
+    tagged = match.tag.bind(_parts(output), _parts(x), *params, **constants)
+    return lax.complex(tagged[:, 0], tagged[:, 1])
 
 
 def _product(

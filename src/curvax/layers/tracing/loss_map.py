@@ -29,7 +29,7 @@ from curvax.layers.registration import (
     check_reached,
     check_tags,
 )
-from curvax.losses.tag import LossTag
+from curvax.losses.tag import LossTag, least_axes_of_batch
 
 Losses = tuple[Any, ...]
 """`LossFunction`s, or objects of the class that a user-supplied `LossTag` has."""
@@ -63,7 +63,7 @@ class LossOperands:
         count = len(tag.parameter_dependants_names)
         in_loops = ((True,) * len(operands),) * num_loops
         stacked = (*in_loops, *node.params["stacked"])
-        least_axes = tag.least_axes_of_batch(node.params)
+        least_axes = least_axes_of_batch(tag, node.params)
         shared = {k for k, name in enumerate(node.params["args_names"]) if name in _SCALARS}
         arrays = _merged(list(map(jnp.asarray, operands)), stacked, count, least_axes, shared)
         self.dependants = tuple(arrays[:count])
