@@ -194,7 +194,7 @@ def explicit(k):
 def implicit(k):
     curvature = k.ImplicitExactCurvature(functools.partial(dense, k))
     args, vector = (DENSE.params, DENSE.batch), DENSE.params
-    ones = np.ones((5, 2), np.float32)
+    ones = jnp.ones((5, 2), jnp.float32)
     product, losses = curvature.multiply_jacobian(args, vector, True)
     return [
         curvature.batch_size(args),
@@ -234,7 +234,7 @@ def properties(k):
         block.array_ndim,
         block.number_of_parameters,
         block.parameters_canonical_order,
-        block.parameters_shaped_list_to_array([DENSE.params["w"], DENSE.params["b"]]),
+        block.parameters_shaped_list_to_array([jnp.asarray(DENSE.params[k]) for k in "wb"]),
         estimator.sync(state, None).blocks_states[0].factors[0].value,
     ]
 
@@ -242,7 +242,7 @@ def properties(k):
 def of_convolution(k):
     estimator, _ = updated(k, CONV, k.Conv2DTwoKroneckerFactored)
     (block,) = estimator.blocks
-    images, weights = CONV.batch[0], normal(8, 3, 3, 3) ** 2
+    images, weights = jnp.asarray(CONV.batch[0]), jnp.asarray(normal(8, 3, 3, 3) ** 2)
     names = ("inputs_channel_index", "inputs_spatial_shape", "kernel_output_axis")
     names += ("num_inputs_channels", "num_locations", "num_outputs_channels")
     names += ("outputs_channel_index", "weights_output_channel_index")
@@ -253,7 +253,7 @@ def of_convolution(k):
         block.compute_inputs_stats(images),
         block.compute_inputs_stats(images, weights),
         block.compute_inputs_stats(images, weights[:, 0, 0]),
-        block.compute_outputs_stats(normal(9, 3, 3, 3, 2)),
+        block.compute_outputs_stats(jnp.asarray(normal(9, 3, 3, 3, 2))),
     ]
 
 
@@ -285,12 +285,13 @@ def repeated(k, masks, **options):
         state = block.update_curvature_matrix_estimate(state, data(k, x, g), 0.9, 0.1, 0.0, 4)
     values = [state.factors[0].value, state.factors[1].value, state.average_repeats.value]
     state = block.update_cache(state, DAMPING, None, -1, False)
-    vector = [DENSE.params["w"], DENSE.params["b"]]
+    vector = [jnp.asarray(DENSE.params["w"]), jnp.asarray(DENSE.params["b"])]
     values += block.multiply_inverse(state, vector, DAMPING, False, True)
     return [*values, block.scale(state, False), block.to_dense_matrix(state)]
 
 
 def data(k, x, g):
+    x, g = jnp.asarray(x), jnp.asarray(g)
     layer = functools.partial(k.LayerData, params=())
     return k.LayerVjpData(
         primals=layer(inputs=(x,), outputs=(g,)), tangents=layer(inputs=(), outputs=(g,))
