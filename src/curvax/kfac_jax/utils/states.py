@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, dataclass_transform, get_type_hints
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from curvax.curvature.linalg.moving_average import WeightedMovingAverage as _MovingAverage
 from curvax.kfac_jax.utils.pmap import pmap_sync_and_divide_value
@@ -163,8 +164,8 @@ class WeightedMovingAverage(_MovingAverage, Generic[TArrayTree]):
     def update(
         self,
         value: TArrayTree,
-        old_weight_multiplier: Numeric,
-        new_weight: Numeric,
+        old_weight_multiplier: ArrayLike,
+        new_weight: ArrayLike,
         add_function: Callable[..., TArrayTree] = default_add_function,
         **kwargs: Any,
     ) -> "WeightedMovingAverage[TArrayTree]":
