@@ -161,7 +161,7 @@ class WeightedMovingAverage(_MovingAverage, Generic[TArrayTree]):
         """The dtype of the value, if that is an array."""
         return self.raw_value.dtype
 
-    def update(
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]  kfac_jax's arguments.
         self,
         value: TArrayTree,
         old_weight_multiplier: ArrayLike,
