@@ -57,6 +57,11 @@ def assert_trained_alike(theirs, ours):
     assert ours[-1] < ours[0]
 
 
+def with_merged_rows(arrays):
+    """Return arrays in which each electron of each example is a row."""
+    return tuple(jax.lax.collapse(x, 0, x.ndim - 1) for x in arrays)
+
+
 class TestBlockOfOnesOwn:
     """A layer at each of several electrons, found by a pattern of the program's own."""
 
@@ -97,24 +102,17 @@ class TestBlockOfOnesOwn:
                 self, state, estimation_data, ema_old, ema_new, identity_weight, batch_size
             ):
                 type(self).updates += 1
-                (x,) = estimation_data.primals.inputs
-                (dy,) = estimation_data.tangents.outputs
-                assert x.shape[0] == batch_size
-                primals = dataclasses.replace(
-                    estimation_data.primals, inputs=(x.reshape(-1, x.shape[-1]),)
-                )
-                tangents = dataclasses.replace(
-                    estimation_data.tangents, outputs=(dy.reshape(-1, dy.shape[-1]),)
-                )
-                return super().update_curvature_matrix_estimate(
-                    state=state,
-                    estimation_data=dataclasses.replace(
-                        estimation_data, primals=primals, tangents=tangents
+                primals, tangents = estimation_data.primals, estimation_data.tangents
+                merged = dataclasses.replace(
+                    estimation_data,
+                    primals=dataclasses.replace(primals, inputs=with_merged_rows(primals.inputs)),
+                    tangents=dataclasses.replace(
+                        tangents, outputs=with_merged_rows(tangents.outputs)
                     ),
-                    ema_old=ema_old,
-                    ema_new=ema_new,
-                    identity_weight=identity_weight,
-                    batch_size=x.size // x.shape[-1],
+                )
+                num_rows = batch_size * primals.inputs[0].shape[1]
+                return super().update_curvature_matrix_estimate(
+                    state, merged, ema_old, ema_new, identity_weight, num_rows
                 )
 
         dense = lambda x, params: jnp.matmul(x, params[0]) + params[1]
@@ -125,7 +123,7 @@ class TestBlockOfOnesOwn:
             parameters_extractor_func=functools.partial(
                 kfac_jax.tag_graph_matcher._dense_parameter_extractor, variant="electrons_dense"
             ),
-            example_args=[np.zeros([9, 11, 13]), [np.zeros([13, 7]), np.zeros([7])]],
+            example_args=[np.ones((2, 3, 4)), [np.ones((4, 5)), np.ones(5)]],
         )
         patterns = (pattern, *kfac_jax.tag_graph_matcher.DEFAULT_GRAPH_PATTERNS)
         theirs = self.train(
@@ -145,38 +143,35 @@ class TestBlockOfOnesOwn:
 
             def fixed_scale(self):
                 (shape,) = self.inputs_shapes
-                return float(kfac_jax.utils.product(shape) // (shape[0] * shape[-1]))
+                return float(kfac_jax.utils.product(shape[1:-1]))
 
             def update_curvature_matrix_estimate(
                 self, state, estimation_data, ema_old, ema_new, identity_weight, batch_size
             ):
                 type(self).updates += 1
-                (x,), (dy,) = estimation_data["inputs"], estimation_data["outputs_tangent"]
-                estimation_data = dict(**estimation_data)
-                estimation_data["inputs"] = (x.reshape(-1, x.shape[-1]),)
-                estimation_data["outputs_tangent"] = (dy.reshape(-1, dy.shape[-1]),)
+                names = "inputs", "outputs_tangent"
+                merged = {name: with_merged_rows(estimation_data[name]) for name in names}
                 return super().update_curvature_matrix_estimate(
                     state=state,
-                    estimation_data=estimation_data,
+                    estimation_data={**estimation_data, **merged},
                     ema_old=ema_old,
                     ema_new=ema_new,
                     identity_weight=identity_weight,
-                    batch_size=x.size // x.shape[-1],
+                    batch_size=len(merged["inputs"][0]),
                 )
 
         tag = kfac_jax.LayerTag("electrons_dense_tag", 1, 1)
         dense = lambda x, params: jnp.matmul(x, params[0]) + params[1]
 
         def parameters(eqns):
-            (dot,) = (eqn for eqn in eqns if eqn.primitive.name == "dot_general")
-            return dict(**dot.params)
+            return next(eqn.params for eqn in eqns if eqn.primitive.name == "dot_general")
 
         pattern = kfac_jax.tag_graph_matcher.GraphPattern(
             name="electrons_dense",
             tag_primitive=tag,
             compute_func=jax.vmap(dense, in_axes=[0, [None, None]]),
             parameters_extractor_func=parameters,
-            example_args=[np.zeros([9, 11, 13]), [np.zeros([13, 7]), np.zeros([7])]],
+            example_args=[np.ones((2, 3, 4)), [np.ones((4, 5)), np.ones(5)]],
         )
         patterns = (pattern, *kfac_jax.tag_graph_matcher.DEFAULT_GRAPH_PATTERNS)
         theirs = self.train(

@@ -23,7 +23,7 @@ def as_users_run():
 
 
 TAG = tags.LayerTag("walker_dense_tag", num_inputs=1, num_outputs=1)
-SHAPES = {0: (11, 13), 1: (9, 11, 13), 2: (8, 9, 11, 13)}
+SHAPES = {0: (3, 4), 1: (2, 3, 4), 2: (6, 2, 3, 4)}
 
 
 def dense(x, params):
@@ -59,7 +59,7 @@ def pattern(compute, repeats, num_params, variant=None):
         parameters_extractor_func=first_dot if variant is None else extract,
         example_args=[
             np.zeros(SHAPES[repeats]),
-            [np.zeros(s) for s in [(13, 7), (7,)]][:num_params],
+            [np.zeros(s) for s in [(4, 5), (5,)]][:num_params],
         ],
     )
 
@@ -372,7 +372,7 @@ def test_a_block_for_a_tag_that_the_model_does_not_have_is_accepted():
     estimator.finalize((PARAMS["w"], X[:, 0]))
     assert estimator.num_blocks == 1
     misspelt = curvax.BlockDiagonalCurvature(
-        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"walker_dens": WalkerDense}
+        lambda w, x: REGISTER(x @ w), layer_tag_to_block_ctor={"dens": WalkerDense}
     )
-    with pytest.raises(ValueError, match="no block is known for the tag 'walker_dens_tag'"):
+    with pytest.raises(ValueError, match="no block is known for the tag 'dens_tag'"):
         misspelt.finalize((PARAMS["w"], X[:, 0]))

@@ -244,7 +244,8 @@ def _check_ctors(
     present = {layer.tag_name for layer in layers}
     for name in tag_ctors:
         # A user-defined tag that this function does not use is fine; a misspelling is not.
-        if name not in present and get_close_matches(name, DEFAULT_BLOCKS, cutoff=0.9):
+        known = [*present, *DEFAULT_BLOCKS]
+        if name not in known and get_close_matches(name, known, cutoff=0.9):
             get_default_tag_to_block_ctor(name)  # Raises an error if there is no such tag.
     unknown = [index for index in index_ctors if index not in indices]
     if unknown:

@@ -163,7 +163,7 @@ class GraphPattern(patterns.GraphPattern):
         ...     parameters_extractor_func=functools.partial(
         ...         _dense_parameter_extractor, variant="repeated_dense"
         ...     ),
-        ...     example_args=[np.zeros([9, 11, 13]), [np.zeros([13, 7]), np.zeros([7])]],
+        ...     example_args=[np.ones((2, 3, 4)), [np.ones((4, 5)), np.ones(5)]],
         ... )
         >>> def loss(params, x):
         ...     y = jnp.tanh(x @ params["w"] + params["b"])
