@@ -93,7 +93,7 @@ def test_calibrated_damping_is_kept_by_the_first_step():
         "num_burnin_steps": 1,
         "use_adaptive_damping": True,
         "damping_adaptation_interval": 1,
-        "damping_adaptation_decay": 0.5,
+        "damping_adaptation_decay": 0.1,
     }
     damping = 4.0
     while True:

@@ -24,6 +24,7 @@ def test_the_loss_falls(name):
     assert np.mean(losses[-5:]) < FALLS_TO[name] * losses[0]
 
 
+@pytest.mark.slow
 def test_an_autoencoder_reaches_in_60_steps_what_adam_reaches_in_600():
     x = digits.images()
     target = min(digits.with_adam(x, rate).losses[-1] for rate in digits.RATES)
