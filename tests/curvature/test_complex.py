@@ -324,3 +324,25 @@ class TestComplexActivations:
 
         with pytest.raises(ValueError, match="dense_tag was called with complex arrays"):
             curvax.explain_registration(func, (self.PARAMS["w"], self.X))
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda z, w: z @ w,
+            lambda z, w: z @ w + w[0],
+            lambda z, w: z * w[:, 0],
+            lambda z, w: z + w[:, 0],
+        ],
+        ids=["product", "with a bias", "scale", "shift"],
+    )
+    def test_what_is_combined_with_complex_numbers_is_generic(self, use):
+        """Statistics of layers are those of real numbers. JAX need not convert the weights."""
+
+        def func(w, x):
+            y = use(lax.complex(jnp.sin(x), x), w)
+            return curvax.register_squared_error_loss(jnp.sum(y, axis=-1))
+
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            report = curvax.explain_registration(func, (jnp.ones((4, 2)), jnp.ones((5, 4))))
+        assert report.rows[0].tag == "generic_tag"
+        assert "complex" in report.rows[0].reason

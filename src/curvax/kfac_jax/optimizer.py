@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias, no_type_check
+from typing import Any, ClassVar, SupportsInt, TypeAlias, no_type_check
 
 import jax
 from jax.typing import ArrayLike
@@ -28,7 +28,7 @@ from curvax.kfac_jax.utils.types import (
 from curvax.optimizer.config import OptimizerConfig
 from curvax.optimizer.data_parallel import Devices
 from curvax.optimizer.optimizer import Optimizer as _Optimizer
-from curvax.optimizer.state import OptimizerState as _OptimizerState, Stats
+from curvax.optimizer.state import OptimizerState as _OptimizerState, Stats, norm, norms
 from curvax.optimizer.step import KFAC
 from curvax.optimizer.value_function import Evaluation
 
@@ -187,6 +187,11 @@ class _Steps(KFAC):
         )
         if self.config.use_step_rejection:
             stats["step_rejected"] = after.rejected > state.rejected
+        # kfac_jax reports the norm of the parameters after the step.
+        if self.statistics.norms:
+            stats["param_norm"] = norm(params)
+        if self.statistics.per_param_norms:
+            stats["param_norms"] = norms(params)
         return params, after, func_state, self._renamed(stats)
 
     def _renamed(self, stats: Stats) -> Stats:
@@ -200,8 +205,8 @@ class _Steps(KFAC):
             stats["loss_registered"] = registered
             stats["loss_registered_reldiff"] = (registered - loss) / loss
         for name in ("param", "grad", "precon_grad", "update"):
-            for path, norm in stats.pop(f"{name}_norms", {}).items():
-                stats[f"{name}_norm({_joined(path)})"] = norm
+            for path, value in stats.pop(f"{name}_norms", {}).items():
+                stats[f"{name}_norm({_joined(path)})"] = value
         return stats
 
     def _reduced_state_and_aux(
@@ -414,6 +419,11 @@ class Optimizer(_Optimizer, WithStagedMethods):  # pyright: ignore[reportIncompa
         """The curvature estimator, once the function is traced."""
         estimator = self._traced.preconditioner.estimator
         return estimator.adapted if isinstance(estimator, EstimatorAdapter) else estimator
+
+    def _check_step(self, step_counter: SupportsInt, global_step_int: int | None) -> int:
+        """Return the number of steps; `global_step_int` may be that of another count."""
+        del global_step_int
+        return int(step_counter)
 
     def _make_devices(self, config: OptimizerConfig, axis: str) -> Devices:
         """Return the local devices, for arguments with a leading axis of them."""

@@ -552,7 +552,7 @@ class Interpreter:
             return
         for param, consumer in result.consumers.items():
             self.add_consumer(node, param, consumer)
-        if result.view is not None and not self.scope.reason:
+        if result.view is not None and not self.scope.reason and not is_complex(node.outputs[0]):
             self.views[node.outputs[0]] = result.view
 
     def add_consumer(
@@ -565,6 +565,8 @@ class Interpreter:
             consumer = Consumer(node, reason=consumer)
         elif isinstance(consumer, CandidateUse):
             consumer = Consumer(node, consumer)
+        if consumer.use is not None and is_complex(consumer.use.output):
+            consumer = Consumer(node, reason=COMPLEX)
         self.consumers[param].append(consumer)
         use = consumer.use
         if use is not None:
@@ -695,6 +697,15 @@ class Interpreter:
             return num_positions * self.scope.num_steps >= self.examples.batch_size
         is_enough = self.scope.in_example_loop or num_positions >= self.examples.batch_size
         return is_enough and use.output in self.data
+
+
+COMPLEX = "it is combined with complex numbers"
+
+
+def is_complex(operand: Operand) -> bool:
+    """Return whether an array is complex. Statistics of layers are those of real numbers."""
+    dtype = operand.dtype if isinstance(operand, Variable) else None
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def params_among(views: Views) -> list[ParamView]:
